@@ -1,0 +1,43 @@
+"""Argument checks shared by the public ops; each message names the argument, its value and what would be right."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+FLOATING = "float32, bfloat16, float16 or float64"
+
+
+def check_activations(x: Tensor, name: str = "x") -> tuple[int, int, int]:
+    """Checks a floating-point ``[B, L, W]`` tensor and returns its sizes."""
+    if not x.is_floating_point():
+        raise TypeError(f"{name}.dtype={x.dtype}: must be {FLOATING}")
+    if x.dim() != 3:
+        raise ValueError(f"{name}.shape={tuple(x.shape)}: must be [batch, length, width]")
+    batch, length, width = x.shape
+    return batch, length, width
+
+
+def check_shape(tensor: Tensor, shape: tuple[int, ...], name: str, like: Tensor | None = None) -> None:
+    """Checks a floating-point tensor's exact shape, and that it lies on the device of ``like``."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}.dtype={tensor.dtype}: must be {FLOATING}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}.shape={tuple(tensor.shape)}: must be {list(shape)}")
+    check_device(tensor, name, like)
+
+
+def check_device(tensor: Tensor, name: str, like: Tensor | None) -> None:
+    """Checks that two tensors lie on one device."""
+    if like is not None and tensor.device != like.device:
+        raise ValueError(f"{name}.device={tensor.device}: must be on the device of x, {like.device}")
+
+
+def check_reset(reset: Tensor | None, x: Tensor) -> None:
+    """Checks a reset mask: None, or bool ``[B, L]`` on x's device."""
+    if reset is None:
+        return
+    if str(reset.dtype) != "torch.bool":
+        raise TypeError(f"reset.dtype={reset.dtype}: must be torch.bool, True at each document's first token")
+    if tuple(reset.shape) != tuple(x.shape[:2]):
+        raise ValueError(f"reset.shape={tuple(reset.shape)}: must be [batch, length]={list(x.shape[:2])}")
+    check_device(reset, "reset", x)
