@@ -38,7 +38,9 @@ def choose_backend(op: str, backend: str, x: Tensor) -> str:
     installed = importlib.util.find_spec("triton") is not None
     if backend == "triton":
         if not installed:
-            raise RuntimeError(f"backend='triton': {op} needs the package triton; install it or use backend='reference'")
+            raise RuntimeError(
+                f"backend='triton': {op} needs the package triton; install it or use backend='reference'"
+            )
         if x.device.type != "cuda" and not interpreting():
             raise RuntimeError(
                 f"backend='triton': {op} got a tensor on {x.device}; move it to a CUDA device or use backend='reference'"

@@ -15,9 +15,7 @@ from samu_lm.ops.checks import check_activations, check_reset, check_shape
 from samu_lm.ops.resets import first_token_mask
 
 
-def _check_scan(
-    x: Tensor, a_param: Tensor, reset: Tensor | None, initial_state: Tensor | None
-) -> tuple[int, int, int]:
+def _check_scan(x: Tensor, a_param: Tensor, reset: Tensor | None, initial_state: Tensor | None) -> tuple[int, int, int]:
     batch, length, width = check_activations(x)
     check_shape(a_param, (width,), "a_param", like=x)
     check_reset(reset, x)

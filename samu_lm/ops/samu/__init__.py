@@ -17,7 +17,9 @@ from samu_lm.ops.resets import first_token_mask
 
 def _check_width(width: int) -> int:
     if width < 2 or width % 2:
-        raise ValueError(f"x.shape[-1]={width}: SAMU reads pairs of real and imaginary parts, so the width must be even")
+        raise ValueError(
+            f"x.shape[-1]={width}: SAMU reads pairs of real and imaginary parts, so the width must be even"
+        )
     return width // 2
 
 
