@@ -1,0 +1,1 @@
+"""Evaluating a checkpoint: perplexity, loss by position, sampled text, reports.."""

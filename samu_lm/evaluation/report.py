@@ -1,0 +1,153 @@
+"""What an evaluation leaves behind: a JSON file, a plot of the loss by position, a table for the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from samu_lm.errors import ConfigError
+from samu_lm.evaluation.totals import NATS_PER_BIT
+
+JSON_NAME = "evaluation.json"
+PLOT_NAME = "loss_by_position.png"
+SAMPLES_NAME = "samples.json"
+_INK, _MUTED, _GRID, _LINE, _FLOOR = "#1f2328", "#6e7781", "#d8dee4", "#0b5fa5", "#c2410c"
+
+
+def prepare_output(folder: Path, names: tuple[str, ...]) -> None:
+    """Makes the folder and refuses one that already holds a file to be written.
+
+    Raises:
+        ConfigError: `output=FOLDER`: it holds such a file, is a file itself, or cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = [name for name in names if (folder / name).exists()]
+        probe = folder / f".{names[0]}.probe"
+        probe.touch(exist_ok=True)
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError("output", folder, f"cannot be written to ({error.strerror}); give another folder") from error
+    if taken:
+        raise ConfigError("output", folder, f"already holds {', '.join(taken)}; give another folder")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a new file; an existing one is never replaced (FileExistsError)."""
+    text = json.dumps(content, indent=2, allow_nan=False)
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def plot_loss_by_position(path: Path, figures: Mapping[str, Any], *, title: str) -> None:
+    """Draws nats per token over the position in the document, with the number of targets behind each point.
+
+    Args:
+        path: PNG to write.
+        figures: as `summarise` returns them.
+        title: names the model and the data.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    bins = figures["by_position"]
+    edges = [b["first"] for b in bins] + [bins[-1]["last"] + 1]
+    centres = [(b["first"] * (b["last"] + 1)) ** 0.5 for b in bins]
+    reach = [[c - b["first"] for b, c in zip(bins, centres)], [b["last"] + 1 - c for b, c in zip(bins, centres)]]
+    figure = Figure(figsize=(8, 5.4), dpi=150, layout="constrained")
+    loss, count = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    errors = [b["standard_error"] or 0.0 for b in bins]
+    values = [b["nats_per_token"] for b in bins]
+    loss.errorbar(centres, values, yerr=errors, xerr=reach, fmt="o", ms=4, color=_LINE, elinewidth=1.3, capsize=0)
+    floor = _floor_in_nats(figures)
+    if floor is not None:
+        loss.axhline(floor, color=_FLOOR, lw=1.3, ls=(0, (5, 3)))
+        label = f"byte unigrams, the floor to beat: {floor:.2f}"
+        place: dict[str, Any] = {"xy": (1.0, floor), "xycoords": ("axes fraction", "data"), "xytext": (-4, 4)}
+        loss.annotate(label, **place, **_TEXT, ha="right", color=_FLOOR)
+    loss.set_ylim(bottom=0, top=1.12 * max([floor or 0.0, *(v + e for v, e in zip(values, errors))]))
+    loss.set_ylabel("loss (nats per token)")
+    loss.set_title(title, loc="left", fontsize=10.5, color=_INK)
+    for bar, left, right in zip(bins, edges, [b["last"] + 1 for b in bins]):
+        count.fill_between([left, right], 0.5, bar["targets"], color=_LINE, alpha=0.22, lw=0)
+        top = ((left * right) ** 0.5, bar["targets"])
+        count.annotate(compact(bar["targets"]), top, xytext=(0, 2), **_TEXT, ha="center", color=_MUTED)
+    count.set_yscale("log")
+    count.set_ylim(0.5, 6 * max(b["targets"] for b in bins))
+    count.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+    count.set_ylabel("targets")
+    count.set_xscale("log", base=2)
+    count.set_xlim(edges[0], edges[-1])
+    count.set_xlabel("position in the document (tokens read since its start in this row)")
+    step = max(1, len(edges) // 12)
+    count.set_xticks(edges[::step])
+    count.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value, binary=True)))
+    loss.yaxis.set_major_locator(MaxNLocator(6))
+    for axes in (loss, count):
+        axes.minorticks_off()
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=_GRID, lw=0.7)
+        axes.set_axisbelow(True)
+        axes.tick_params(colors=_MUTED, labelsize=8.5)
+    with path.open("xb") as file:
+        figure.savefig(file, format="png")
+
+
+_TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5}
+
+
+def _floor_in_nats(figures: Mapping[str, Any]) -> float | None:
+    """The byte-unigram entropy in nats per token: a token stands for so many bytes on average."""
+    bits = figures["unigram_bits_per_byte"]
+    return None if bits is None else bits * NATS_PER_BIT * figures["bytes"] / figures["targets"]
+
+
+def compact(value: float, binary: bool = False) -> str:
+    """A count in at most four characters or so: 950, 1.2k, 34k, 5.6M; with binary, k is 1024."""
+    base = 1024 if binary else 1000
+    for size, suffix in ((base**3, "G"), (base**2, "M"), (base, "k")):
+        if value >= size:
+            scaled = value / size
+            return f"{scaled:.1f}".removesuffix(".0") + suffix if scaled < 10 else f"{scaled:.0f}{suffix}"
+    return f"{value:.0f}"
+
+
+def table(figures: Mapping[str, Any], counts: Mapping[str, Any], *, title: str) -> str:
+    """The figures as a person reads them.
+
+    Args:
+        figures: as `summarise` returns them.
+        counts: documents, tokens, rows, seq_len and continued_rows.
+        title: first line.
+    """
+    bits, floor, ratio = figures["bits_per_byte"], figures["unigram_bits_per_byte"], figures["ratio_to_unigram"]
+    lines = [
+        title,
+        "",
+        f"  {'documents':<16}{counts['documents']:>14,}",
+        f"  {'tokens':<16}{counts['tokens']:>14,}    in {counts['rows']:,} rows of {counts['seq_len']:,}",
+        f"  {'targets':<16}{figures['targets']:>14,}",
+        f"  {'bytes':<16}{figures['bytes']:>14,}",
+        "",
+        f"  {'nats per token':<16}{figures['nats_per_token']:>14.4f}",
+        f"  {'perplexity':<16}{_or_dash(figures['perplexity'], '14.3f')}",
+        f"  {'bits per byte':<16}{_or_dash(bits, '14.4f')}",
+    ]
+    if floor is not None:
+        verdict = "" if ratio is None else f"    model / floor = {ratio:.3f}" + ("" if ratio < 1 else ", not beaten")
+        lines.append(f"  {'  byte unigrams':<16}{floor:>14.4f}{verdict}")
+    lines += ["", f"  {'position':>15}{'targets':>12}{'nats per token':>17}"]
+    for b in figures["by_position"]:
+        span = f"{b['first']:,}" if b["first"] == b["last"] else f"{b['first']:,} to {b['last']:,}"
+        error = "" if b["standard_error"] is None else f" ± {b['standard_error']:.4f}"
+        lines.append(f"  {span:>15}{b['targets']:>12,}{b['nats_per_token']:>17.4f}{error}")
+    if counts["continued_rows"]:
+        rows = f"{counts['continued_rows']:,} rows start inside a document"
+        lines += ["", f"  {rows}; there the state and the position start afresh."]
+    return "\n".join(lines)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return format("-", f">{form.split('.')[0]}") if value is None else format(value, form)
