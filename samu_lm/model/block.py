@@ -131,8 +131,7 @@ class RecurrentBlock(nn.Module):
         n = self.norm(x)
         branch_y = gelu_tanh(self.linear_y(n))
         convolved, conv_state = self.conv(self.linear_x(n), reset, conv_state)
-        mixed = self.mixer(convolved, reset, mixer_state, return_state)
-        recurrent, mixer_state = mixed if return_state else (mixed, None)
+        recurrent, mixer_state = self.mixer.mix(convolved, reset, mixer_state, return_state)
         x = x + self.linear_out(recurrent * branch_y)
         x = x + self.mlp(self.mlp_norm(x))
-        return (x, (conv_state, mixer_state)) if return_state else x
+        return x if mixer_state is None else (x, (conv_state, mixer_state))

@@ -6,6 +6,7 @@ Shapes: B rows, L tokens, D model width, W width of the recurrence, V vocabulary
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -206,6 +207,9 @@ class RecurrentLM(nn.Module):
 
     # -- counts --------------------------------------------------------------------------------------------------
 
+    def _first_block(self) -> RecurrentBlock:
+        return cast(RecurrentBlock, self.blocks[0])
+
     def num_parameters(self, non_embedding: bool = False) -> int:
         """Number of parameters, padding rows of the embedding included; the tied embedding counts once."""
         total = sum(parameter.numel() for parameter in self.parameters())
@@ -217,14 +221,15 @@ class RecurrentLM(nn.Module):
         The recurrences' own arithmetic (:meth:`recurrence_flops_per_token`) and any recomputation are left out, as
         model-FLOPs utilisation wants it.
         """
-        dim, hidden = self.width, self.blocks[0].mlp.gate.out_features
-        block = 2 * (3 * dim * self.rnn_width + 3 * dim * hidden) + self.blocks[0].mixer.matmul_flops_per_token()
+        dim, first = self.width, self._first_block()
+        hidden = first.mlp.gate.out_features
+        block = 2 * (3 * dim * self.rnn_width + 3 * dim * hidden) + first.mixer.matmul_flops_per_token()
         forward = self.depth * block + 2 * dim * self.vocab_size
         return 3 * forward if training else forward
 
     def recurrence_flops_per_token(self) -> int:
         """Forward FLOPs per token of the recurrences and convolutions, which run outside matrix products."""
-        mixer = self.blocks[0].mixer.recurrence_flops_per_token()
+        mixer = self._first_block().mixer.recurrence_flops_per_token()
         return self.depth * (mixer + 2 * self.conv_width * self.rnn_width)
 
     def state_bytes(self, batch_size: int = 1, activation_bytes: int = 2) -> int:

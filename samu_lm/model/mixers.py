@@ -22,7 +22,31 @@ def check_backend(backend: str) -> str:
     return backend
 
 
-class SAMU(nn.Module):
+class Mixer(nn.Module):
+    """A recurrence over time: what :class:`SAMU` and :class:`RGLRU` share."""
+
+    def mix(
+        self, x: Tensor, reset: Tensor | None, state: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns y ``[B, L, W]`` and, where asked, the state ``[B, W]`` after the last token."""
+        raise TypeError(f"{type(self).__name__} is not a mixer: it defines no mix()")
+
+    def forward(
+        self, x: Tensor, reset: Tensor | None = None, state: Tensor | None = None, return_state: bool = False
+    ) -> MixerOutput:
+        """Mixes x ``[B, L, W]`` over time.
+
+        Args:
+            x: activations ``[B, L, W]``.
+            reset: bool ``[B, L]``, True at first tokens.
+            state: float32 ``[B, W]``; the rows then continue.
+            return_state: return ``(y, state)`` instead of y.
+        """
+        y, final_state = self.mix(x, reset, state, return_state)
+        return y if final_state is None else (y, final_state)
+
+
+class SAMU(Mixer):
     """SAMU mixer with one control group (SPEC section 2): 3 W + 4 parameters.
 
     Args:
@@ -59,18 +83,11 @@ class SAMU(nn.Module):
         nn.init.zeros_(self.phase_amplitude)
         nn.init.zeros_(self.radial_amplitude)
 
-    def forward(
-        self, x: Tensor, reset: Tensor | None = None, state: Tensor | None = None, return_state: bool = False
-    ) -> MixerOutput:
-        """Mixes x ``[B, L, W]`` over time.
-
-        Args:
-            x: activations ``[B, L, W]``.
-            reset: bool ``[B, L]``, True at first tokens.
-            state: float32 ``[B, W]``; the rows then continue.
-            return_state: return ``(y, state)`` instead of y.
-        """
-        y, final_state = samu_mixer(
+    def mix(
+        self, x: Tensor, reset: Tensor | None, state: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Mixer.mix`."""
+        return samu_mixer(
             x,
             self.nu_log,
             self.theta_log,
@@ -83,7 +100,6 @@ class SAMU(nn.Module):
             output_final_state=return_state,
             backend=self.backend,
         )
-        return y if final_state is None else (y, final_state)
 
     def matmul_flops_per_token(self) -> int:
         """Forward FLOPs per token in matrix products: none, the controls are two dot products."""
@@ -114,7 +130,7 @@ class BlockDiagonalLinear(nn.Module):
         nn.init.zeros_(self.bias)
 
 
-class RGLRU(nn.Module):
+class RGLRU(Mixer):
     """RG-LRU mixer (SPEC section 3): gates from block-diagonal projections of the input, then the recurrence.
 
     Args:
@@ -148,11 +164,11 @@ class RGLRU(nn.Module):
         """Draws the decays (the gates draw their own weights)."""
         init.rglru_decay_(self.a_param)
 
-    def forward(
-        self, x: Tensor, reset: Tensor | None = None, state: Tensor | None = None, return_state: bool = False
-    ) -> MixerOutput:
-        """Mixes x ``[B, L, W]`` over time; arguments as in :meth:`SAMU.forward`."""
-        y, final_state = rglru_mixer(
+    def mix(
+        self, x: Tensor, reset: Tensor | None, state: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`Mixer.mix`."""
+        return rglru_mixer(
             x,
             self.input_gate.weight,
             self.input_gate.bias,
@@ -164,7 +180,6 @@ class RGLRU(nn.Module):
             output_final_state=return_state,
             backend=self.backend,
         )
-        return y if final_state is None else (y, final_state)
 
     def matmul_flops_per_token(self) -> int:
         """Forward FLOPs per token in matrix products: the two gate projections."""

@@ -43,7 +43,7 @@ def choose_backend(op: str, backend: str, x: Tensor) -> str:
             )
         if x.device.type != "cuda" and not interpreting():
             raise RuntimeError(
-                f"backend='triton': {op} got a tensor on {x.device}; move it to a CUDA device or use backend='reference'"
+                f"backend='triton': {op} got a tensor on {x.device}; move it to a GPU or use backend='reference'"
             )
         return "triton"
     chosen = "triton" if installed and x.device.type == "cuda" else "reference"

@@ -52,7 +52,7 @@ def causal_conv1d(
     if chosen == "triton" and x.numel():
         from samu_lm.ops.causal_conv1d import kernel as implementation
     else:
-        from samu_lm.ops.causal_conv1d import reference as implementation  # type: ignore[no-redef]
+        from samu_lm.ops.causal_conv1d import reference as implementation
     y, final_state = implementation.causal_conv1d(x, weight, bias, first, initial_state)
     return y, final_state if output_final_state else None
 

@@ -66,7 +66,7 @@ def rglru(
     if chosen == "triton":
         from samu_lm.ops.rglru import kernel as implementation
     else:
-        from samu_lm.ops.rglru import reference as implementation  # type: ignore[no-redef]
+        from samu_lm.ops.rglru import reference as implementation
     first = first_token_mask(reset, initial_state)
     y, final_state = implementation.rglru_scan(x, input_gate_logits, a_gate_logits, a_param, first, initial_state)
     return y, final_state if output_final_state else None

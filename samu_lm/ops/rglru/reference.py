@@ -56,7 +56,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(x, input_gate_logits, a_gate_logits, a_param, first, initial_state):  # type: ignore[no-untyped-def]
+def _(x, input_gate_logits, a_gate_logits, a_param, first, initial_state):
     batch, _, width = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y, x.new_empty(batch, width, dtype=torch.float32), torch.empty_like(y, dtype=torch.float32)
@@ -96,7 +96,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad_y, grad_final_state, h, x, input_gate_logits, a_gate_logits, a_param, first, initial_state):  # type: ignore[no-untyped-def]
+def _(grad_y, grad_final_state, h, x, input_gate_logits, a_gate_logits, a_param, first, initial_state):
     contiguous = torch.contiguous_format
     return (
         torch.empty_like(x, memory_format=contiguous),
@@ -107,12 +107,12 @@ def _(grad_y, grad_final_state, h, x, input_gate_logits, a_gate_logits, a_param,
     )
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs, output[2])
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx, grad_y, grad_final_state, _grad_h):  # type: ignore[no-untyped-def]
+def _differentiate(ctx, grad_y, grad_final_state, _grad_h):
     *inputs, h = ctx.saved_tensors
     initial_state = inputs[5]
     *grads, grad_state = _backward(grad_y, grad_final_state, h, *inputs)

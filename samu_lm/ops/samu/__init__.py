@@ -130,7 +130,7 @@ def samu(
         if chosen == "triton":
             from samu_lm.ops.samu import kernel as implementation
         else:
-            from samu_lm.ops.samu import reference as implementation  # type: ignore[no-redef]
+            from samu_lm.ops.samu import reference as implementation
         y, final_state = implementation.samu_scan(x, eta, delta, nu_log, theta_log, first, initial_state)
     return y, final_state if output_final_state else None
 

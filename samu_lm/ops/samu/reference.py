@@ -74,7 +74,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(x, eta, delta, nu_log, theta_log, first, initial_state):  # type: ignore[no-untyped-def]
+def _(x, eta, delta, nu_log, theta_log, first, initial_state):
     batch, length, width = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     state = x.new_empty(batch, width, dtype=torch.float32)
@@ -120,7 +120,7 @@ def _backward(
 
 
 @_backward.register_fake
-def _(grad_y, grad_final_state, h, x, eta, delta, nu_log, theta_log, first, initial_state):  # type: ignore[no-untyped-def]
+def _(grad_y, grad_final_state, h, x, eta, delta, nu_log, theta_log, first, initial_state):
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         eta.new_empty(eta.shape, dtype=torch.float32),
@@ -131,14 +131,14 @@ def _(grad_y, grad_final_state, h, x, eta, delta, nu_log, theta_log, first, init
     )
 
 
-def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+def _save(ctx, inputs, output):
     ctx.save_for_backward(*inputs, output[2])
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx, grad_y, grad_final_state, _grad_h):  # type: ignore[no-untyped-def]
+def _differentiate(ctx, grad_y, grad_final_state, _grad_h):
     *inputs, h = ctx.saved_tensors
-    x, eta, delta, initial_state = inputs[0], inputs[1], inputs[2], inputs[6]
+    eta, delta, initial_state = inputs[1], inputs[2], inputs[6]
     grads = _backward(grad_y, grad_final_state, h, *inputs)
     return (
         grads[0],
