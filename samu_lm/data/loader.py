@@ -1,0 +1,106 @@
+"""Batches of a row plan, from any row on, split over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
+
+from samu_lm.data.batch import Batch
+from samu_lm.data.packing import RowPlan
+
+
+class RowDataset(Dataset[Batch]):
+    """Map-style dataset of batches: item ``i`` is the ``batch_size`` rows of the plan from row ``i`` on."""
+
+    def __init__(self, plan: RowPlan, tokens: NDArray[Any], batch_size: int, pad_id: int) -> None:
+        self.plan, self.tokens, self.batch_size, self.pad_id = plan, tokens, batch_size, pad_id
+
+    def __getitem__(self, first_row: int) -> Batch:
+        return self.plan.rows(self.tokens, first_row, self.batch_size, self.pad_id)
+
+
+class PackedLoader:
+    """Iterates over one epoch's batches from a position on.
+
+    Each step's global batch is the next ``world_size * batch_size`` rows; rank r takes the r-th share of ``batch_size``
+    rows. Rows past the epoch's end are all pad, so that every rank sees the same number of batches. ``len`` is the
+    number of batches of the whole epoch, also where an iteration starts inside it: Lightning adds the batches it has
+    counted before a restart to those it fetches.
+
+    It is no ``torch.utils.data.DataLoader`` (it makes one for each iteration), so that nobody exchanges its sampler:
+    the position decides, and the position is known only when an iteration begins.
+
+    Args:
+        plan: epoch number to the epoch's plan; every epoch has the same number of rows.
+        tokens: the flat token array.
+        position: called when an iteration begins; rows consumed since the first epoch began, over all ranks.
+        rank: this process, from 0.
+        world_size: number of processes.
+        batch_size: rows a rank and batch.
+        pad_id: fills rows.
+        num_workers: processes that prepare batches; 0 prepares them in this one. The batches are the same.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[int], RowPlan],
+        tokens: NDArray[Any],
+        position: Callable[[], int],
+        *,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        pad_id: int,
+        num_workers: int,
+    ) -> None:
+        self._plan, self._tokens, self._position = plan, tokens, position
+        self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
+        self._pad_id, self._num_workers = pad_id, num_workers
+
+    def __len__(self) -> int:
+        return -(-self._plan(0).num_rows // (self._world_size * self._batch_size))
+
+    def __iter__(self) -> Iterator[Batch]:
+        # The position is taken now, workers start with the first batch: Lightning calls iter() once only to see that
+        # it can.
+        return self._batches(self._position())
+
+    def _batches(self, rows_consumed: int) -> Iterator[Batch]:
+        epoch, row = divmod(rows_consumed, self._plan(0).num_rows)
+        plan = self._plan(epoch)
+        first = row + self._rank * self._batch_size
+        step = self._world_size * self._batch_size
+        yield from DataLoader(
+            RowDataset(plan, self._tokens, self._batch_size, self._pad_id),
+            batch_size=None,  # an item is a batch
+            sampler=range(first, first + plan.num_rows - row, step),
+            num_workers=self._num_workers,
+            collate_fn=_same,
+            pin_memory=torch.cuda.is_available(),
+            # its own generator: the loader draws a seed for its workers, and that draw must not move the model's
+            generator=torch.Generator(),
+        )
+
+
+class TrainLoader(PackedLoader):
+    """The training loader. Its state is the data module's position, which is how Lightning knows it resumes exactly."""
+
+    def __init__(self, state: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None], **options: Any):
+        super().__init__(**options)
+        self._state, self._load = state, load
+
+    def state_dict(self) -> dict[str, Any]:
+        """The data module's state."""
+        return self._state()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hands a saved state to the data module."""
+        self._load(state)
+
+
+def _same(batch: Any) -> Any:
+    return batch
