@@ -14,9 +14,10 @@ from torch import Tensor
 from samu_lm.ops.resets import dense_first_token_mask
 from samu_lm.ops.scan import adjoint_scan, linear_scan, previous_states
 
-# exp(80) is near the top of float32; a transition whose exponent lies below -1e30 is 0 either way. The bounds keep
-# 0 * infinity out of the gradients.
+# exp(80) is near the top of float32, and a decay of 1e30 or a log radius below -1e30 forgets everything at once. The
+# bounds keep 0 * infinity out of the gradients.
 _MAX_ETA = 80.0
+_MAX_NU = 1e30
 _MIN_LOG_RADIUS = -1e30
 
 
@@ -26,7 +27,7 @@ def spectrum(nu_log: Tensor, theta_log: Tensor) -> tuple[Tensor, Tensor, Tensor,
     A mode remembers up to thousands of tokens, and an error of its angle or decay grows with every one of them: these
     M values are therefore worked out in float64 and rounded once.
     """
-    nu = nu_log.double().exp().clamp(1e-300, 1e300)
+    nu = nu_log.double().exp().clamp(1e-300, _MAX_NU)
     theta = theta_log.double().exp()
     root = (-torch.expm1(-2 * nu)).sqrt()
     return nu, theta, root + 1e-8, nu * torch.exp(-2 * nu) / root
@@ -45,8 +46,7 @@ def _as_real(h: Tensor) -> Tensor:
 def _transitions(eta: Tensor, delta: Tensor, nu: Tensor, theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Transitions complex64 ``[B, L, M]``, their log radius float32 ``[B, L, M]``, exp(eta) ``[B, L]``."""
     stretch = eta.float().clamp(max=_MAX_ETA).exp()
-    nu32 = nu.clamp(max=-_MIN_LOG_RADIUS).float()
-    log_radius = (stretch[..., None] * -nu32).clamp(min=_MIN_LOG_RADIUS)
+    log_radius = (stretch[..., None] * -nu.float()).clamp(min=_MIN_LOG_RADIUS)
     theta_turn = torch.complex(theta.cos().float(), theta.sin().float())
     delta_turn = torch.complex(delta.float().cos(), delta.float().sin())
     turn = delta_turn[..., None] * theta_turn

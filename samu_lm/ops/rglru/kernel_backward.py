@@ -1,0 +1,334 @@
+"""RG-LRU backward kernels: the adjoint in reverse, gates recomputed, nothing of a gate's size kept (docs/kernels-rglru.md).
+
+    g_t = dy_t + a_{t+1} g_{t+1}                          (cut where t+1 is a first token)
+    d log a_t = g_t a_t h_{t-1} - g_t i_t x_t a_t^2 min(1/sqrt(1 - a_t^2), 2000)
+
+``summary_kernel`` reduces a segment to one map c -> A c + G per channel, where c is the gradient that reaches the
+segment from behind. ``gradient_kernel`` folds the maps of the segments behind its own, walks its tiles backwards,
+replays the states of a tile from the state saved before it, and writes or accumulates every gradient.
+
+Legend as in kernel_forward.py; P programs that share a channel block each keep their own float32 partial sums, which
+``reduce_kernel`` adds in a fixed order.
+"""
+
+import triton
+import triton.language as tl
+
+from samu_lm.ops.rglru.kernel_forward import (
+    first_tokens,
+    load_rows,
+    load_weight,
+    locate,
+    needs_selects,
+    pick_rows,
+    project,
+    store_rows,
+)
+from samu_lm.ops.rglru.kernel_tile import (
+    LARGEST_RSQRT,
+    LOG2E,
+    advance,
+    column_tokens,
+    decay_rate,
+    fold_segments,
+    one_sigmoid,
+    reduce_tile,
+    states_and_adjoints,
+    thread_channels,
+    threads_to_tile,
+    tile_to_threads,
+    transition,
+    two_sigmoids,
+)
+
+
+@triton.jit(do_not_specialize=["B", "L", "tiles", "tiles_per_segment", "segments"])
+def summary_kernel(
+    x, a_logits, a_weight, a_bias, a_param, first, grad_y, summary_a, summary_g,
+    B, L, W, H, x_stride_b, x_stride_l, grad_stride_b, grad_stride_l, tiles, tiles_per_segment, segments,
+    FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr, w: tl.constexpr,
+    slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
+    K2: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    piece, h, b, segment = locate(tl.program_id(0), slices, H, B)
+    block = h * w
+    c0 = piece * M
+    limit = tl.minimum(w - c0, W - block - c0)
+    own = tl.arange(0, M) < limit
+    tch = thread_channels(M)
+    tok = column_tokens(T, Q, E)
+    K: tl.constexpr = T // Q
+    TWO: tl.constexpr = K2 > 0
+
+    rate = decay_rate(tl.load(a_param + block + c0 + tl.arange(0, M), mask=own, other=0.0).to(tl.float32))[:, None]
+    if not FROM_LOGITS:
+        wa = a_weight + h * w * w
+        wa1 = tl.trans(load_weight(wa, 0, K1, c0, M, w, OPERAND))
+        wa2 = wa1
+        if TWO:
+            wa2 = tl.trans(load_weight(wa, K1, K2, c0, M, w, OPERAND))
+        bias_a = tl.load(a_bias + block + c0 + tl.arange(0, M), mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
+    if PICK:
+        pick = pick_rows(0, M, 0, M, OPERAND)
+
+    product = tl.full([M], 1.0, tl.float32)
+    carry = tl.zeros([M], tl.float32)
+    begin = segment * tiles_per_segment
+    count = tl.minimum(tiles_per_segment, tiles - begin).to(tl.int32)
+    for step in tl.range(0, count, num_stages=STAGES):
+        t0 = (begin + count - 1 - step) * T
+        tokens = (L - t0).to(tl.int32)
+        row_tokens = b * L + t0
+        grad_row = grad_y + b * grad_stride_b + t0 * grad_stride_l + block + c0
+        dy = tl.trans(load_rows(grad_row, grad_stride_l, tok, tokens, 0, M, limit))
+        if PICK:
+            dy = tl.dot(pick, dy.to(OPERAND), input_precision="ieee")
+        else:
+            dy = dy.to(tl.float32)
+        if FROM_LOGITS:
+            logits_row = a_logits + row_tokens * W + block + c0
+            la = tl.trans(load_rows(logits_row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
+        else:
+            x_row = x + b * x_stride_b + t0 * x_stride_l + block
+            x1 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, 0, K1, w).to(OPERAND))
+            x2 = x1
+            if TWO:
+                x2 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, K1, K2, w).to(OPERAND))
+            la = project(wa1, x1, wa2, x2, TWO) * -LOG2E + bias_a
+        a, _ = transition(one_sigmoid(la), rate)
+        u = a * dy
+        selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE)
+        if selects:
+            starts = first_tokens(first, row_tokens, t0, tok, tokens, HAS_FIRST, HAS_STATE)[None, :]
+            a = tl.where(starts, 0.0, tl.where((tok >= tokens)[None, :], 1.0, a))
+            u = tl.where(starts, 0.0, u)
+        a = tile_to_threads(a, M, T, Q, E)
+        u = tile_to_threads(u, M, T, Q, E)
+        if selects:
+            tile_a, tile_u = reduce_tile(a, u, True, True, M, Q, K)
+        else:
+            tile_a, tile_u = reduce_tile(a, u, True, False, M, Q, K)
+        carry = advance(tile_a, tile_u, carry, HAS_FIRST)
+        product = product * tile_a
+
+    at = segment * B * W + b * W + block + c0 + tch
+    tl.store(summary_a + at, product, mask=tch < limit)
+    tl.store(summary_g + at, carry, mask=tch < limit)
+
+
+@triton.jit(do_not_specialize=["B", "L", "tiles", "tiles_per_segment", "segments"])
+def gradient_kernel(
+    x, input_logits, a_logits, input_weight, input_bias, a_weight, a_bias, a_param, first, states, grad_y, grad_final,
+    summary_a, summary_g, grad_x, grad_input_logits, grad_a_logits, partial_weights, partial_vectors, grad_initial,
+    B, L, W, H, x_stride_b, x_stride_l, grad_stride_b, grad_stride_l, tiles, tiles_per_segment, segments,
+    FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr, HAS_GRAD_FINAL: tl.constexpr,
+    PROJECT_BACK: tl.constexpr, WEIGHTS: tl.constexpr, LOGIT_GRADS: tl.constexpr, w: tl.constexpr,
+    slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
+    K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    piece, h, b, segment = locate(tl.program_id(0), slices, H, B)
+    block = h * w
+    c0 = piece * M
+    limit = tl.minimum(w - c0, W - block - c0)
+    ch = tl.arange(0, M)
+    own = ch < limit
+    tch = thread_channels(M)
+    towns = tch < limit
+    tok = column_tokens(T, Q, E)
+    K: tl.constexpr = T // Q
+    TWO: tl.constexpr = K2 > 0
+
+    rate = decay_rate(tl.load(a_param + block + c0 + ch, mask=own, other=0.0).to(tl.float32))[:, None]
+    if not FROM_LOGITS:
+        wi1 = load_weight(input_weight + h * w * w, 0, K1, c0, M, w, OPERAND)
+        wa1 = load_weight(a_weight + h * w * w, 0, K1, c0, M, w, OPERAND)
+        wi2, wa2 = wi1, wa1
+        if TWO:
+            wi2 = load_weight(input_weight + h * w * w, K1, K2, c0, M, w, OPERAND)
+            wa2 = load_weight(a_weight + h * w * w, K1, K2, c0, M, w, OPERAND)
+        bias_i = tl.load(input_bias + block + c0 + ch, mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
+        bias_a = tl.load(a_bias + block + c0 + ch, mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
+        if PICK:
+            pick1 = pick_rows(0, K1, c0, M, OPERAND)
+            pick2 = pick1
+            if TWO:
+                pick2 = pick_rows(K1, K2, c0, M, OPERAND)
+    if PICK:
+        pick = pick_rows(0, M, 0, M, OPERAND)
+    if WEIGHTS:
+        sum_wi = tl.zeros([K1, M], tl.float32)
+        sum_wa = tl.zeros([K1, M], tl.float32)
+    sum_bi = tl.zeros([M], tl.float32)
+    sum_ba = tl.zeros([M], tl.float32)
+    sum_rate = tl.zeros([M], tl.float32)
+
+    state_column = b * W + block + c0 + tch
+    carry = tl.zeros([M], tl.float32)
+    if HAS_GRAD_FINAL:
+        carry = tl.load(grad_final + state_column, mask=towns, other=0.0).to(tl.float32)
+    carry = fold_segments(
+        carry, summary_a, summary_g, segment * 0 + segments - 1, -1, (segments - 1 - segment).to(tl.int32), W * B,
+        state_column, towns, HAS_FIRST, J,
+    )
+
+    begin = segment * tiles_per_segment
+    count = tl.minimum(tiles_per_segment, tiles - begin).to(tl.int32)
+    for step in tl.range(0, count, num_stages=STAGES):
+        tile = begin + count - 1 - step
+        t0 = tile * T
+        tokens = (L - t0).to(tl.int32)
+        row_tokens = b * L + t0
+        row = row_tokens * W + block + c0
+        x_row = x + b * x_stride_b + t0 * x_stride_l + block
+        grad_row = grad_y + b * grad_stride_b + t0 * grad_stride_l + block + c0
+        dy = tl.trans(load_rows(grad_row, grad_stride_l, tok, tokens, 0, M, limit))
+        if PICK:
+            dy = tl.dot(pick, dy.to(OPERAND), input_precision="ieee")
+        else:
+            dy = dy.to(tl.float32)
+        if FROM_LOGITS:
+            xf = tl.trans(load_rows(x_row + c0, x_stride_l, tok, tokens, 0, M, limit)).to(tl.float32)
+            li = tl.trans(load_rows(input_logits + row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
+            la = tl.trans(load_rows(a_logits + row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
+        else:
+            x1 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, 0, K1, w).to(OPERAND))
+            x2 = x1
+            if TWO:
+                x2 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, K1, K2, w).to(OPERAND))
+            li = project(tl.trans(wi1), x1, tl.trans(wi2), x2, TWO) * -LOG2E + bias_i
+            la = project(tl.trans(wa1), x1, tl.trans(wa2), x2, TWO) * -LOG2E + bias_a
+            if PICK:
+                xf = project(pick1, x1, pick2, x2, TWO)
+            else:
+                xf = tl.trans(load_rows(x_row + c0, x_stride_l, tok, tokens, 0, M, limit)).to(tl.float32)
+
+        i, r = two_sigmoids(li, la)
+        a, left = transition(r, rate)
+        z = left + left * a
+        inverse = tl.rsqrt(tl.maximum(z, 1e-30))
+        b_in = z * inverse
+        # d b / d log a = -a^2 / b, its reciprocal root clipped; 0 where b is not a function of a
+        slope = -a * a * tl.minimum(inverse, LARGEST_RSQRT)
+        u = a * dy
+        selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE)
+        if selects:
+            starts = first_tokens(first, row_tokens, t0, tok, tokens, HAS_FIRST, HAS_STATE)[None, :]
+            beyond = (tok >= tokens)[None, :]
+            a = tl.where(starts, 0.0, tl.where(beyond, 1.0, a))
+            b_in = tl.where(starts, 1.0, tl.where(beyond, 0.0, b_in))
+            slope = tl.where(starts | beyond, 0.0, slope)
+            u = tl.where(starts, 0.0, u)
+        bi = b_in * i
+        v = bi * xf
+        a3 = tile_to_threads(a, M, T, Q, E)
+        v3 = tile_to_threads(v, M, T, Q, E)
+        u3 = tile_to_threads(u, M, T, Q, E)
+        state = tl.load(states + tile * B * W + state_column, mask=towns, other=0.0)
+        if selects:
+            before, behind, carry = states_and_adjoints(a3, v3, u3, state, carry, True, M, Q, K)
+            before = tl.where(a3 == 0.0, 0.0, before)
+        else:
+            before, behind, carry = states_and_adjoints(a3, v3, u3, state, carry, False, M, Q, K)
+        g = dy + threads_to_tile(behind, M, T, Q, E)
+        grad_log_a = g * (a * threads_to_tile(before, M, T, Q, E)) + (g * xf) * (i * slope)
+        grad_r = grad_log_a * r
+        grad_la = grad_r * (rate * (1.0 - r))
+        grad_li = (g * v) * (1.0 - i)
+        grad_u = g * bi
+
+        sum_rate += tl.sum(grad_r, 1)
+        sum_bi += tl.sum(grad_li, 1)
+        sum_ba += tl.sum(grad_la, 1)
+        if PROJECT_BACK or WEIGHTS:
+            dli = grad_li.to(OPERAND)
+            dla = grad_la.to(OPERAND)
+        if PROJECT_BACK:
+            grad_u = tl.dot(wi1, dli, grad_u, input_precision="ieee")
+            grad_u = tl.dot(wa1, dla, grad_u, input_precision="ieee")
+        if WEIGHTS:
+            sum_wi = tl.dot(x1, tl.trans(dli), sum_wi, input_precision="ieee")
+            sum_wa = tl.dot(x1, tl.trans(dla), sum_wa, input_precision="ieee")
+        store_rows(grad_x + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit)
+        if LOGIT_GRADS:
+            out_type = grad_input_logits.dtype.element_ty
+            store_rows(grad_input_logits + row, W, tok, tokens, grad_li.to(out_type), M, limit)
+            store_rows(grad_a_logits + row, W, tok, tokens, grad_la.to(out_type), M, limit)
+
+    if segment == 0:
+        tl.store(grad_initial + state_column, carry, mask=towns)
+    # d rate / d a_param = -8 sigmoid(a_param)
+    param = tl.load(a_param + block + c0 + ch, mask=own, other=0.0).to(tl.float32)
+    part = segment * B + b
+    at = part * (3 * W) + block + c0 + ch
+    tl.store(partial_vectors + at, sum_bi, mask=own)
+    tl.store(partial_vectors + at + W, sum_ba, mask=own)
+    tl.store(partial_vectors + at + 2 * W, sum_rate * -8.0 * one_sigmoid(param * -LOG2E), mask=own)
+    if WEIGHTS:
+        k = tl.arange(0, K1)
+        inside = (k < w)[:, None] & own[None, :]
+        at_w = partial_weights + (part * (2 * H) + h) * (w * w) + k[:, None] * w + ch[None, :]
+        tl.store(at_w, sum_wi, mask=inside)
+        tl.store(at_w + H * w * w, sum_wa, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "tokens_per_part"])
+def projection_kernel(
+    x, grad_input_logits, grad_a_logits, input_weight, a_weight, grad_x, partial_weights,
+    L, W, H, x_stride_b, x_stride_l, tokens, tokens_per_part,
+    PROJECT_BACK: tl.constexpr, w: tl.constexpr, M: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Gradients through the two projections, from the logits' gradients in memory.
+
+    A program sums its run of tokens into one ``[M, M]`` tile of one block's two weight gradients. Under PROJECT_BACK
+    the programs of row-tile 0 ... also add the logits' gradients, taken back through the weights, to grad_x.
+    """
+    pid = tl.program_id(0)
+    pieces: tl.constexpr = (w + M - 1) // M
+    piece_n = pid % pieces
+    piece_k = (pid // pieces) % pieces
+    h = (pid // (pieces * pieces)) % H
+    part = pid // (pieces * pieces * H)
+    k = piece_k * M + tl.arange(0, M)
+    n = piece_n * M + tl.arange(0, M)
+    block = h * w
+    sum_wi = tl.zeros([M, M], tl.float32)
+    sum_wa = tl.zeros([M, M], tl.float32)
+    tok = tl.arange(0, T)
+    begin = part.to(tl.int64) * tokens_per_part
+    for at in tl.range(0, tokens_per_part, T, num_stages=STAGES):
+        token = begin + at + tok
+        live = (token < tokens) & (at + tok < tokens_per_part)
+        rows = (token // L) * x_stride_b + (token % L) * x_stride_l
+        xt = tl.load(x + rows[:, None] + (block + k)[None, :], mask=live[:, None] & (k < w)[None, :], other=0.0)
+        place = token[:, None] * W + (block + n)[None, :]
+        inside = live[:, None] & (n < w)[None, :]
+        dli = tl.load(grad_input_logits + place, mask=inside, other=0.0).to(OPERAND)
+        dla = tl.load(grad_a_logits + place, mask=inside, other=0.0).to(OPERAND)
+        xt = tl.trans(xt.to(OPERAND))
+        sum_wi = tl.dot(xt, dli, sum_wi, input_precision="ieee")
+        sum_wa = tl.dot(xt, dla, sum_wa, input_precision="ieee")
+    inside = (k < w)[:, None] & (n < w)[None, :]
+    at_w = partial_weights + (part.to(tl.int64) * (2 * H) + h) * (w * w) + k[:, None] * w + n[None, :]
+    tl.store(at_w, sum_wi, mask=inside)
+    tl.store(at_w + H * w * w, sum_wa, mask=inside)
+
+
+@triton.jit(do_not_specialize=["weight_parts", "vector_parts"])
+def reduce_kernel(
+    partial_weights, partial_vectors, total, weights, vectors, weight_parts, vector_parts, N: tl.constexpr
+):
+    """Adds the partial sums of every parameter in order: ``weights`` numbers of the matrices, then ``vectors``."""
+    pid = tl.program_id(0)
+    weight_programs = (weights + N - 1) // N
+    if pid < weight_programs:
+        source, size, parts, target = partial_weights, weights, weight_parts, total
+    else:
+        source, size, parts, target = partial_vectors, vectors, vector_parts, total + weights
+        pid -= weight_programs
+    n = pid * N + tl.arange(0, N)
+    inside = n < size
+    out = tl.zeros([N], tl.float32)
+    for part in range(parts):
+        out += tl.load(source + part.to(tl.int64) * size + n, mask=inside, other=0.0)
+    tl.store(target + n, out, mask=inside)

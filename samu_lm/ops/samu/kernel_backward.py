@@ -1,0 +1,345 @@
+"""SAMU kernels of the backward pass: each chunk's own adjoint, then the gradients.
+
+Shapes as in ``kernel_scan``; adjoints ``[B * N, 2M]`` float32. With d_t the incoming gradient where the rectifier let
+the output through, the gradient of a loss with respect to h_t is
+
+    g_t = d_t + m_t,    m_t = conj(a_{t+1}) g_{t+1}   (0 where t + 1 is a first token)
+
+and m is what passes from chunk to chunk, last to first. From it, with p_t = a_t h_{t-1}:
+
+    grad x_t = gamma g_t,   grad log|a_t| = Re(conj(g_t) p_t),   grad arg a_t = Im(g_t conj(p_t)),
+    grad gamma = sum over t of Re(conj(g_t) x_t)
+"""
+
+import triton
+import triton.language as tl
+
+from samu_lm.ops.samu.kernel_controls import token_gradients
+from samu_lm.ops.samu.kernel_scan import (
+    carried,
+    load_modes,
+    load_pair,
+    load_record,
+    load_row,
+    store_pair,
+    transition,
+)
+from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, MODE_ROWS, NU2, SIN
+
+
+@triton.jit
+def _load_signs(word, modes, mask, M, EVEN: tl.constexpr):
+    re, im = load_pair(word, modes, mask, M, EVEN)
+    return re.to(tl.int32, bitcast=True), im.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _through(grad, bits, j: tl.constexpr):
+    """The incoming gradient of an output that the rectifier let through, else 0."""
+    return tl.where((bits & (1 << j)) != 0, grad.to(tl.float32), 0.0)
+
+
+@triton.jit
+def _message(a_re, a_im, g_re, g_im, m_re, m_im, stretch, inside, TAIL: tl.constexpr):
+    """conj(a_t) g_t for the token before; 0 across a first token; past the end it passes unchanged."""
+    keep = stretch >= 0
+    next_re = tl.where(keep, a_re * g_re + a_im * g_im, 0.0)
+    next_im = tl.where(keep, a_re * g_im - a_im * g_re, 0.0)
+    if TAIL:
+        next_re = tl.where(inside, next_re, m_re)
+        next_im = tl.where(inside, next_im, m_im)
+    return next_re, next_im
+
+
+@triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
+def chunk_adjoints_kernel(
+    grad_y,
+    grad_final_state,
+    records,
+    table,
+    signs,
+    adjoints,
+    length,
+    row_chunks,
+    chunks,
+    M,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE_BLOCKS: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Message that leaves each chunk but a row's first, started from zero (a row's last: from grad_final_state)."""
+    pid = tl.program_id(0)
+    b = pid // MODE_BLOCKS // (row_chunks - 1)
+    c = pid // MODE_BLOCKS % (row_chunks - 1) + 1
+    chunk = b * row_chunks + c
+    modes = (pid % MODE_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    mask = modes < M
+    nu2 = load_modes(table, NU2, modes, mask, M, EVEN)
+    cos = load_modes(table, COS, modes, mask, M, EVEN)
+    sin = load_modes(table, SIN, modes, mask, M, EVEN)
+    m_re = tl.zeros([BLOCK], tl.float32)
+    m_im = tl.zeros([BLOCK], tl.float32)
+    if HAS_FINAL:
+        own = grad_final_state + b.to(tl.int64) * (2 * M)
+        m_re = tl.load(own + modes, mask=mask & (c == row_chunks - 1), other=0.0).to(tl.float32)
+        m_im = tl.load(own + M + modes, mask=mask & (c == row_chunks - 1), other=0.0).to(tl.float32)
+    plane = chunks.to(tl.int64) * CHUNK
+    for back in range(STEP, CHUNK + STEP, STEP):
+        start = CHUNK - back
+        t = c * CHUNK + start
+        row = grad_y + (b.to(tl.int64) * length + t) * (2 * M)
+        record = records + chunk.to(tl.int64) * CHUNK + start
+        word = signs + (chunk.to(tl.int64) * (CHUNK // WORD) + start // WORD) * (2 * M)
+        bits_re, bits_im = _load_signs(word, modes, mask, M, EVEN)
+        bits_re = bits_re >> (start % WORD)
+        bits_im = bits_im >> (start % WORD)
+        rows = ()
+        for j in tl.static_range(STEP):
+            rows = rows + (load_row(row + j * (2 * M), modes, mask, t + j < length, M, EVEN, TAIL),)
+        for j in tl.static_range(STEP - 1, -1, -1):
+            stretch, turn_cos, turn_sin = load_record(record + j, plane)
+            a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
+            dy_re, dy_im = rows[j]
+            g_re = _through(dy_re, bits_re, j) + m_re
+            g_im = _through(dy_im, bits_im, j) + m_im
+            m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, stretch, t + j < length, TAIL)
+    store_pair(adjoints + chunk.to(tl.int64) * (2 * M), m_re, m_im, modes, mask, M, EVEN)
+
+
+@triton.jit
+def _stack(values, COUNT: tl.constexpr, LEVELS: tl.constexpr):
+    """COUNT vectors as one tensor, vector k at index k of the trailing axes of size 2, most significant bit first."""
+    for level in tl.static_range(LEVELS):
+        half: tl.constexpr = COUNT >> (level + 1)
+        joined = ()
+        for k in tl.static_range(half):
+            joined = joined + (tl.join(values[k], values[k + half]),)
+        values = joined
+    return values[0]
+
+
+@triton.jit
+def _unstack(total, LEVELS: tl.constexpr):
+    """The scalars of a tensor of LEVELS axes of size 2, in the order of :func:`_stack`."""
+    parts = (total,)
+    for level in tl.static_range(LEVELS):
+        low = ()
+        high = ()
+        for k in tl.static_range(1 << level):
+            first, second = tl.split(parts[k])
+            low = low + (first,)
+            high = high + (second,)
+        parts = low + high
+    return parts
+
+
+@triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
+def gradients_kernel(
+    x,
+    grad_y,
+    grad_final_state,
+    records,
+    table,
+    saved_states,
+    signs,
+    messages,
+    grad_x,
+    sums,
+    spectrum_partials,
+    direction_partials,
+    scalar_partials,
+    token_grads,
+    grad_initial_state,
+    length,
+    row_chunks,
+    chunks,
+    M,
+    stride_b,
+    stride_t,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    LEVELS: tl.constexpr,
+    SAVE_EVERY: tl.constexpr,
+    WORD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE_BLOCKS: tl.constexpr,
+    FUSED: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    FLIP: tl.constexpr,
+):
+    """Gradients of one chunk and one block of modes, STEP tokens at a time from the last to the first.
+
+    The states of STEP tokens are replayed from the saved state before them and kept in registers while the adjoint
+    runs back over them. Per token, two sums over the modes are left in ``sums`` ``[MODE_BLOCKS, 2, B * N * C]``; per
+    chunk, three sums over the tokens in ``spectrum_partials`` ``[B * N, 3, M]``. With FUSED (one block holds every
+    mode) the two sums turn into the gradients of the controls at once, which complete grad_x while it is in registers.
+    """
+    pid = tl.program_id(0)
+    if FLIP:
+        pid = tl.num_programs(0) - 1 - pid
+    chunk = pid // MODE_BLOCKS
+    part = pid % MODE_BLOCKS
+    b = chunk // row_chunks
+    c = chunk % row_chunks
+    modes = part * BLOCK + tl.arange(0, BLOCK)
+    mask = modes < M
+    nu2 = load_modes(table, NU2, modes, mask, M, EVEN)
+    cos = load_modes(table, COS, modes, mask, M, EVEN)
+    sin = load_modes(table, SIN, modes, mask, M, EVEN)
+    gamma = load_modes(table, GAMMA, modes, mask, M, EVEN)
+    last = c == row_chunks - 1
+    own = messages + chunk.to(tl.int64) * (2 * M)
+    m_re = tl.load(own + modes, mask=mask & (c < row_chunks - 1), other=0.0)
+    m_im = tl.load(own + M + modes, mask=mask & (c < row_chunks - 1), other=0.0)
+    if HAS_FINAL:
+        own = grad_final_state + b.to(tl.int64) * (2 * M)
+        m_re += tl.load(own + modes, mask=mask & last, other=0.0).to(tl.float32)
+        m_im += tl.load(own + M + modes, mask=mask & last, other=0.0).to(tl.float32)
+    by_radius = tl.zeros([BLOCK], tl.float32)
+    by_angle = tl.zeros([BLOCK], tl.float32)
+    by_gamma = tl.zeros([BLOCK], tl.float32)
+    if FUSED:
+        unit = table + MODE_ROWS * M
+        phase_re, phase_im = load_pair(unit, modes, mask, M, EVEN)
+        radial_re, radial_im = load_pair(unit + 2 * M + 1, modes, mask, M, EVEN)
+        sum_phase_re = tl.zeros([BLOCK], tl.float32)
+        sum_phase_im = tl.zeros([BLOCK], tl.float32)
+        sum_radial_re = tl.zeros([BLOCK], tl.float32)
+        sum_radial_im = tl.zeros([BLOCK], tl.float32)
+    plane = chunks.to(tl.int64) * CHUNK
+    token = chunk.to(tl.int64) * CHUNK
+    out_sums = sums + 2 * part * plane + token
+    for back in range(STEP, CHUNK + STEP, STEP):
+        start = CHUNK - back
+        t = c * CHUNK + start
+        record = records + token + start
+        row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t
+        grad_row = (b.to(tl.int64) * length + t) * (2 * M)
+        saved = saved_states + (token + start) // SAVE_EVERY * (2 * M)
+        h_re, h_im = load_pair(saved, modes, mask, M, EVEN)
+        if SAVE_EVERY > STEP:
+            # The saved state lies some steps back: walk up to this one without keeping anything.
+            skipped = start % SAVE_EVERY
+            early = row - skipped * stride_t
+            early_record = record - skipped
+            for walked in range(0, skipped, STEP):
+                for j in tl.static_range(STEP):
+                    inside = t - skipped + walked + j < length
+                    x_re, x_im = load_row(early + j * stride_t, modes, mask, inside, M, EVEN, TAIL)
+                    stretch, turn_cos, turn_sin = load_record(early_record + j, plane)
+                    a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
+                    p_re, p_im = carried(a_re, a_im, h_re, h_im, stretch)
+                    h_re = p_re + gamma * x_re.to(tl.float32)
+                    h_im = p_im + gamma * x_im.to(tl.float32)
+                early += STEP * stride_t
+                early_record += STEP
+        word = signs + (token + start) // WORD * (2 * M)
+        bits_re, bits_im = _load_signs(word, modes, mask, M, EVEN)
+        bits_re = bits_re >> (start % WORD)
+        bits_im = bits_im >> (start % WORD)
+        rows = ()
+        grads = ()
+        for j in tl.static_range(STEP):
+            rows = rows + (load_row(row + j * stride_t, modes, mask, t + j < length, M, EVEN, TAIL),)
+        for j in tl.static_range(STEP):
+            dy_row = grad_y + grad_row + j * (2 * M)
+            grads = grads + (load_row(dy_row, modes, mask, t + j < length, M, EVEN, TAIL),)
+        carried_states = ()
+        for j in tl.static_range(STEP):
+            stretch, turn_cos, turn_sin = load_record(record + j, plane)
+            a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
+            p_re, p_im = carried(a_re, a_im, h_re, h_im, stretch)
+            x_re, x_im = rows[j]
+            h_re = p_re + gamma * x_re.to(tl.float32)
+            h_im = p_im + gamma * x_im.to(tl.float32)
+            carried_states = carried_states + ((p_re, p_im),)
+        radius_sums = ()
+        angle_sums = ()
+        x_grads = ()
+        for k in tl.static_range(STEP):
+            j: tl.constexpr = STEP - 1 - k
+            stretch, turn_cos, turn_sin = load_record(record + j, plane)
+            a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
+            dy_re, dy_im = grads[j]
+            x_re, x_im = rows[j]
+            p_re, p_im = carried_states[j]
+            g_re = _through(dy_re, bits_re, j) + m_re
+            g_im = _through(dy_im, bits_im, j) + m_im
+            radius = g_re * p_re + g_im * p_im
+            angle = g_im * p_re - g_re * p_im
+            by_radius += stretch * radius
+            by_angle += angle
+            by_gamma += g_re * x_re.to(tl.float32) + g_im * x_im.to(tl.float32)
+            radius_sums = (nu2 * radius,) + radius_sums
+            angle_sums = (angle,) + angle_sums
+            if FUSED:
+                x_grads = ((gamma * g_re, gamma * g_im),) + x_grads
+            else:
+                out = grad_x + grad_row + j * (2 * M)
+                dx_re = (gamma * g_re).to(grad_x.dtype.element_ty)
+                dx_im = (gamma * g_im).to(grad_x.dtype.element_ty)
+                if EVEN and not TAIL:
+                    tl.store(out + modes, dx_re)
+                    tl.store(out + M + modes, dx_im)
+                else:
+                    tl.store(out + modes, dx_re, mask=mask & (t + j < length))
+                    tl.store(out + M + modes, dx_im, mask=mask & (t + j < length))
+            m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, stretch, t + j < length, TAIL)
+        radius_totals = _unstack(tl.sum(_stack(radius_sums, STEP, LEVELS), axis=0), LEVELS)
+        angle_totals = _unstack(tl.sum(_stack(angle_sums, STEP, LEVELS), axis=0), LEVELS)
+        for j in tl.static_range(STEP):
+            tl.store(out_sums + start + j, radius_totals[j])
+            tl.store(out_sums + plane + start + j, angle_totals[j])
+        if FUSED:
+            for j in tl.static_range(STEP):
+                by_phase = angle_totals[j] * tl.load(record + 3 * plane + j)
+                by_radial = radius_totals[j] * tl.load(record + 4 * plane + j)
+                dx_re, dx_im = x_grads[j]
+                x_re, x_im = rows[j]
+                sum_phase_re += by_phase * x_re.to(tl.float32)
+                sum_phase_im += by_phase * x_im.to(tl.float32)
+                sum_radial_re += by_radial * x_re.to(tl.float32)
+                sum_radial_im += by_radial * x_im.to(tl.float32)
+                dx_re += by_phase * phase_re + by_radial * radial_re
+                dx_im += by_phase * phase_im + by_radial * radial_im
+                out = grad_x + grad_row + j * (2 * M)
+                dx_re = dx_re.to(grad_x.dtype.element_ty)
+                dx_im = dx_im.to(grad_x.dtype.element_ty)
+                if EVEN and not TAIL:
+                    tl.store(out + modes, dx_re)
+                    tl.store(out + M + modes, dx_im)
+                else:
+                    tl.store(out + modes, dx_re, mask=mask & (t + j < length))
+                    tl.store(out + M + modes, dx_im, mask=mask & (t + j < length))
+    partial = spectrum_partials + chunk.to(tl.int64) * (3 * M)
+    tl.store(partial + modes, by_radius, mask=mask)
+    tl.store(partial + M + modes, by_angle, mask=mask)
+    tl.store(partial + 2 * M + modes, by_gamma, mask=mask)
+    if FUSED:
+        partial = direction_partials + chunk.to(tl.int64) * (4 * M)
+        store_pair(partial, sum_phase_re, sum_phase_im, modes, mask, M, EVEN)
+        store_pair(partial + 2 * M, sum_radial_re, sum_radial_im, modes, mask, M, EVEN)
+        # The sums were stored token by token; what is left of them is the parameters' share.
+        tl.debug_barrier()
+        grads_out = token_grads + token
+        token_gradients(
+            out_sums,
+            plane,
+            records + token,
+            plane,
+            scalar_partials + chunk.to(tl.int64) * 8,
+            grads_out,
+            grads_out + plane,
+            1,
+            CHUNK,
+        )
+    if HAS_INITIAL and c == 0:
+        store_pair(grad_initial_state + b.to(tl.int64) * (2 * M), m_re, m_im, modes, mask, M, EVEN)

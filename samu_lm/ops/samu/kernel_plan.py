@@ -1,0 +1,95 @@
+"""How the SAMU kernels cut up a problem, and where their buffers lie.
+
+Shapes: B rows, L tokens, W = 2M; N = ceil(L / chunk) chunks per row. Every choice changes speed and memory only, never
+the function computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from samu_lm.ops.common.launch import cdiv, next_power_of_two
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes that the kernels are compiled for; all powers of two.
+
+    Attributes:
+        chunk: tokens per chunk.
+        step: tokens whose rows are loaded ahead of use in the forward passes and in the adjoint pass.
+        save_every: tokens per state that the forward pass keeps for the backward pass.
+        group: chunks per group of the two-level prefix.
+        block, warps: modes per program of the passes over tokens, and its warps.
+        gradient_step, gradient_block, gradient_warps: the same for the gradients pass.
+        fused: the gradients pass holds every mode in one program and completes grad_x itself.
+    """
+
+    chunk: int = 64
+    step: int = 8
+    save_every: int = 8
+    group: int = 32
+    block: int = 128
+    warps: int = 1
+    gradient_step: int = 8
+    gradient_block: int = 128
+    gradient_warps: int = 2
+    fused: bool = False
+    control_rows: int = 16
+    control_block: int = 256
+    control_warps: int = 4
+
+    def for_shape(self, length: int, modes: int) -> Plan:
+        """This plan with every size cut down to what a problem of ``length`` tokens and ``modes`` modes can use."""
+        block = min(self.block, max(16, next_power_of_two(modes)))
+        gradient_block = min(self.gradient_block, max(16, next_power_of_two(modes)))
+        if self.fused:
+            gradient_block = max(16, next_power_of_two(modes))
+        chunk = min(self.chunk, max(self.step, self.gradient_step, self.save_every, 16, next_power_of_two(length)))
+        return replace(
+            self,
+            block=block,
+            gradient_block=gradient_block,
+            chunk=chunk,
+            control_rows=min(self.control_rows, chunk),
+            control_block=min(self.control_block, max(32, next_power_of_two(2 * modes))),
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Element offsets (float32) within the buffer that the forward pass keeps, and the sizes behind them."""
+
+    plan: Plan
+    row_chunks: int
+    chunks: int
+    plane: int
+    table: int
+    records: int
+    chunk_records: int
+    saved_states: int
+    signs: int
+    total: int
+
+    @property
+    def word(self) -> int:
+        """Tokens per word of rectifier bits."""
+        return min(self.plan.chunk, 32)
+
+
+def _aligned(n: int) -> int:
+    """Rounded up so that the next part starts on a 128-byte line."""
+    return -(-n // 32) * 32
+
+
+def layout(plan: Plan, batch: int, length: int, width: int, table: int, record_rows: int, save: bool) -> Layout:
+    """Where the parts of the kept buffer lie: table, token records, chunk records, saved states, rectifier bits."""
+    row_chunks = cdiv(length, plan.chunk)
+    chunks = batch * row_chunks
+    plane = chunks * plan.chunk
+    records = _aligned(table)
+    chunk_records = records + _aligned(record_rows * plane)
+    saved_states = chunk_records + _aligned(3 * chunks)
+    signs = saved_states + (_aligned(plane // plan.save_every * width) if save else 0)
+    total = signs + (_aligned(plane // min(plan.chunk, 32) * width) if save else 0)
+    return Layout(plan, row_chunks, chunks, plane, 0, records, chunk_records, saved_states, signs, total)
