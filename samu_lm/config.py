@@ -33,7 +33,7 @@ def config_dir() -> Path:
     """
     package = Path(__file__).resolve().parent
     for folder in (package.parent / "configs", package / "configs"):
-        if (folder / "train.yaml").is_file():
+        if (folder / "model").is_dir():
             return folder
     raise ConfigError("configs", package.parent / "configs", "no config folder there; reinstall samu-lm")
 

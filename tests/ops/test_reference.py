@@ -119,9 +119,7 @@ def test_radius_near_one_keeps_its_state() -> None:
     x[:, 0] = 1
     logits = torch.full((1, length, width), 40.0, dtype=torch.bfloat16)
     a_param = torch.full((width,), float(torch.tensor(1e-4 / 8, dtype=torch.float64).expm1().log()))
-    _, state = RGLRU_CASE.run(
-        {"x": x, "input_gate_logits": logits, "a_gate_logits": logits, "a_param": a_param}
-    )
+    _, state = RGLRU_CASE.run({"x": x, "input_gate_logits": logits, "a_gate_logits": logits, "a_param": a_param})
     torch.testing.assert_close(state, torch.full((1, width), 0.367915), rtol=1e-3, atol=0)
 
 

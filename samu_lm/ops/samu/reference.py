@@ -6,6 +6,7 @@ nu_log, theta_log ``[M]``; state ``[B, W]`` float32; first bool ``[B, L]``.
 The forward op also returns its states as complex64 ``[B, L, M]``, kept for the backward pass.
 """
 
+from contextlib import nullcontext
 from typing import Optional
 
 import torch
@@ -173,7 +174,8 @@ def samu_controls(
 ) -> tuple[Tensor, Tensor]:
     """The two controls per token in float32, whatever autocast says; see :func:`samu_lm.ops.samu_controls`."""
     width = x.shape[-1]
-    with torch.autocast(x.device.type, enabled=False):
+    device = x.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext():
         directions = torch.stack([phase_direction, radial_direction]).float()
         directions = torch.nn.functional.normalize(directions, dim=-1)
         # Matrix-vector products: unlike a matrix product, they stay float32 where TF32 is switched on.

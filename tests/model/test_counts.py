@@ -1,0 +1,101 @@
+"""Parameter, FLOP and state counts: SPEC's figures, and the methods against the built module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch.utils.flop_counter import FlopCounterMode
+
+from samu_lm.config import config_dir
+from samu_lm.model import RGLRU, SAMU, RecurrentBlock, RecurrentLM
+
+PRESETS = sorted(path.stem for path in (config_dir() / "model").glob("*.yaml"))
+
+
+def _preset(name: str) -> dict[str, Any]:
+    config = yaml.safe_load((config_dir() / "model" / f"{name}.yaml").read_text())
+    assert config.pop("_target_") == "samu_lm.model.RecurrentLM"
+    config["vocab_size"] = config["vocab_size"] or 258
+    return config
+
+
+@pytest.mark.parametrize(
+    ("width", "rnn_width", "mixer", "parameters"),
+    [
+        (2048, 2048, "rglru", 50_896_896),
+        (2048, 2048, "samu", 50_372_612),
+        (2560, 2560, "rglru", 79_513_600),
+        (2560, 2560, "samu", 78_694_404),
+        (1536, 2048, "rglru", 31_230_976),
+        (1536, 2048, "samu", 30_706_692),
+    ],
+)
+def test_block_parameters(width: int, rnn_width: int, mixer: str, parameters: int) -> None:
+    with torch.device("meta"):
+        block = RecurrentBlock(width, rnn_width, mixer)
+    assert sum(p.numel() for p in block.parameters()) == parameters
+
+
+@pytest.mark.parametrize(
+    ("width", "samu", "rglru"), [(1024, 3076, 134_144), (2048, 6148, 530_432), (2560, 7684, 826_880)]
+)
+def test_mixer_parameters(width: int, samu: int, rglru: int) -> None:
+    with torch.device("meta"):
+        mixers = SAMU(width), RGLRU(width)
+    assert [sum(p.numel() for p in m.parameters()) for m in mixers] == [samu, rglru]
+
+
+def test_presets_are_the_named_sizes() -> None:
+    assert {name.split("_", 1)[1] for name in PRESETS} == {"tiny", "100m", "400m", "1b"}
+    assert {name.split("_", 1)[0] for name in PRESETS} == {"samu", "rglru"}
+    sizes = {"100m": (768, 1024, 12), "400m": (1536, 2048, 12), "1b": (2048, 2560, 24)}
+    for name in PRESETS:
+        config = _preset(name)
+        assert config["mixer"] == name.split("_")[0]
+        if name.split("_")[1] in sizes:
+            assert (config["width"], config["rnn_width"], config["depth"]) == sizes[name.split("_")[1]]
+            assert config["vocab_size"] == 32_000
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_methods_against_the_built_module(name: str) -> None:
+    """Parameters by a formula of the sizes, FLOPs by counting the matrix products that the module really runs."""
+    config = _preset(name)
+    with torch.device("meta"):
+        model = RecurrentLM(**config)
+        block = RecurrentBlock(config["width"], config["rnn_width"], config["mixer"], config["depth"])
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+    padded = -(-config["vocab_size"] // 64) * 64
+    blocks = config["depth"] * sum(p.numel() for p in block.parameters()) + config["width"]
+    assert model.num_parameters(non_embedding=True) == blocks
+    assert model.num_parameters() == blocks + padded * config["width"]
+    with FlopCounterMode(display=False) as counter:
+        logits = model(ids)
+    assert counter.get_total_flops() == 8 * model.flops_per_token(training=False)
+    with FlopCounterMode(display=False) as counter:
+        logits.sum().backward()
+    assert counter.get_total_flops() == 8 * (model.flops_per_token() - model.flops_per_token(training=False))
+
+
+@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+def test_state_bytes(mixer: str) -> None:
+    model = RecurrentLM(258, 32, 64, 3, mixer)
+    state = model.init_state(5)
+    held = sum(t.numel() * t.element_size() for t in (*state.conv, *state.recurrent))
+    assert held == model.state_bytes(5, activation_bytes=4)
+    assert model.state_bytes(1, activation_bytes=2) == 3 * 64 * (4 + 3 * 2)
+
+
+@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+def test_decay_reaches_matrices_alone(mixer: str) -> None:
+    model = RecurrentLM(258, 32, 64, 2, mixer)
+    decayed = model.decay_parameter_names()
+    for name, parameter in model.named_parameters():
+        last = name.rsplit(".", 1)[-1]
+        spared = last in {"bias", "scale", "a_param", "nu_log", "theta_log"} or "_direction" in name
+        spared = spared or "_amplitude" in name or ".conv." in name
+        assert (name in decayed) != spared, name
+        assert name not in decayed or parameter.dim() >= 2
