@@ -50,10 +50,10 @@ def causal_conv1d(
     chosen = choose_backend("causal_conv1d", backend, x)
     first = first_token_mask(reset, initial_state)
     if chosen == "triton" and x.numel():
-        from samu_lm.ops.causal_conv1d import kernel as implementation
+        from samu_lm.ops.causal_conv1d.kernel import causal_conv1d as run
     else:
-        from samu_lm.ops.causal_conv1d import reference as implementation
-    y, final_state = implementation.causal_conv1d(x, weight, bias, first, initial_state)
+        from samu_lm.ops.causal_conv1d.reference import causal_conv1d as run
+    y, final_state = run(x, weight, bias, first, initial_state)
     return y, final_state if output_final_state else None
 
 

@@ -64,11 +64,11 @@ def rglru(
         state = x.new_zeros(x.shape[0], x.shape[2]).float() if initial_state is None else initial_state.float().clone()
         return x.clone(), state if output_final_state else None
     if chosen == "triton":
-        from samu_lm.ops.rglru import kernel as implementation
+        from samu_lm.ops.rglru.kernel import rglru_scan as run
     else:
-        from samu_lm.ops.rglru import reference as implementation
+        from samu_lm.ops.rglru.reference import rglru_scan as run
     first = first_token_mask(reset, initial_state)
-    y, final_state = implementation.rglru_scan(x, input_gate_logits, a_gate_logits, a_param, first, initial_state)
+    y, final_state = run(x, input_gate_logits, a_gate_logits, a_param, first, initial_state)
     return y, final_state if output_final_state else None
 
 

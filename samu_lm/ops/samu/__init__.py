@@ -128,10 +128,10 @@ def samu(
     else:
         first = first_token_mask(reset, initial_state)
         if chosen == "triton":
-            from samu_lm.ops.samu import kernel as implementation
+            from samu_lm.ops.samu.kernel import samu_scan as run
         else:
-            from samu_lm.ops.samu import reference as implementation
-        y, final_state = implementation.samu_scan(x, eta, delta, nu_log, theta_log, first, initial_state)
+            from samu_lm.ops.samu.reference import samu_scan as run
+        y, final_state = run(x, eta, delta, nu_log, theta_log, first, initial_state)
     return y, final_state if output_final_state else None
 
 
