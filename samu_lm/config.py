@@ -78,9 +78,7 @@ def _show(node: DictConfig, key: str) -> Any:
 
 
 def _check_interpolations(node: Any, path: str) -> None:
-    if not isinstance(node, DictConfig | ListConfig) or OmegaConf.is_missing({"_": node}, "_"):
-        return
-    if node._is_none():
+    if not isinstance(node, DictConfig | ListConfig) or node._is_missing() or node._is_none():
         return
     keys: Iterable[Any] = node if isinstance(node, DictConfig) else range(len(node))
     for key in keys:
