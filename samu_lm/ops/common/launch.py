@@ -20,8 +20,11 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n (n >= 1)."""
-    return 1 << (n - 1).bit_length()
+    """The smallest power of two that is at least n."""
+    power = 1
+    while power < n:  # not bit_length: n may be a symbolic size while torch.compile traces
+        power *= 2
+    return power
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:

@@ -88,9 +88,7 @@ def _differentiate_mixer(ctx, grad_y, grad_final_state, _grad_saved):
     grad_x, packed, grad_initial = _mixer_backward(grad_y, grad_final_state, x, *parameters, saved, has_initial)
     width = x.shape[2]
     sizes = [width // 2, width // 2, width + 1, width + 1, 1, 1]
-    grads = [
-        part.view(p.shape).to(p.dtype) for part, p in zip(torch.split(packed, sizes), parameters, strict=True)
-    ]
+    grads = [part.view(p.shape).to(p.dtype) for part, p in zip(torch.split(packed, sizes), parameters, strict=True)]
     return grad_x, *grads, None, grad_initial.to(ctx.initial_dtype) if has_initial else None, None
 
 

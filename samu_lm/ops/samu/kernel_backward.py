@@ -42,9 +42,9 @@ def _through(grad, bits, j: tl.constexpr):
 @triton.jit
 def _message(a_re, a_im, g_re, g_im, m_re, m_im, stretch, inside, TAIL: tl.constexpr):
     """conj(a_t) g_t for the token before; 0 across a first token; past the end it passes unchanged."""
-    keep = stretch >= 0
-    next_re = tl.where(keep, a_re * g_re + a_im * g_im, 0.0)
-    next_im = tl.where(keep, a_re * g_im - a_im * g_re, 0.0)
+    forget = stretch < 0
+    next_re = tl.where(forget, 0.0, a_re * g_re + a_im * g_im)
+    next_im = tl.where(forget, 0.0, a_re * g_im - a_im * g_re)
     if TAIL:
         next_re = tl.where(inside, next_re, m_re)
         next_im = tl.where(inside, next_im, m_im)

@@ -67,7 +67,7 @@ def _token_records(records, plane, scalars, valid, first, SAVE: tl.constexpr, TO
     if SAVE:
         slope = (1 - s * s) / spread
         tl.store(records + 3 * plane + i, phase_scale * (1 - p * p))
-        tl.store(records + 4 * plane + i, LN_2 * stretch * radial_scale * slope * slope)
+        tl.store(records + 4 * plane + i, stretch * LN_2 * radial_scale * slope * slope)
     return tl.where(valid, stretch, 0.0), tl.where(valid, delta, 0.0)
 
 
@@ -145,16 +145,15 @@ def given_controls_kernel(
         flags = tl.load(first + at, mask=valid, other=0).to(tl.int32)
     else:
         flags = tl.zeros([CHUNK], tl.int32)
-    stretch = tl.exp(tl.minimum(tl.load(eta + at, mask=valid, other=0.0).to(tl.float32), MAX_ETA))
+    log_stretch = tl.load(eta + at, mask=valid, other=0.0).to(tl.float32)
+    stretch = tl.exp(tl.where(log_stretch > MAX_ETA, MAX_ETA, log_stretch))  # a NaN stays one
     angle = tl.load(delta + at, mask=valid, other=0.0).to(tl.float32)
     plane = chunks.to(tl.int64) * CHUNK
     own = records + chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     tl.store(own, tl.where(valid & (flags == 0), stretch, -1.0))
     tl.store(own + plane, tl.cos(angle))
     tl.store(own + 2 * plane, tl.sin(angle))
-    _chunk_record(
-        chunk_records, chunk, chunks, tl.sum(tl.where(valid, stretch, 0.0)), tl.sum(angle), tl.sum(flags)
-    )
+    _chunk_record(chunk_records, chunk, chunks, tl.sum(tl.where(valid, stretch, 0.0)), tl.sum(angle), tl.sum(flags))
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
@@ -233,7 +232,7 @@ def token_gradients(
     tl.store(scalar_partials + 2, tl.sum(grad_phase * phase_logit))
     tl.store(scalar_partials + 3, tl.sum(grad_radial * radial_logit))
     tl.store(scalar_partials + 4, tl.sum(by_angle * tanh(phase_logit)))
-    tl.store(scalar_partials + 5, tl.sum(by_radius * LN_2 * stretch * s / (1 + s * s)))
+    tl.store(scalar_partials + 5, tl.sum(by_radius * stretch * LN_2 * s / (1 + s * s)))
 
 
 @triton.jit
@@ -350,3 +349,32 @@ def rank_two_kernel(
             tl.store(at_grad, update.to(grad_x.dtype.element_ty), mask=mask)
         tl.store(partial + columns, tl.sum(phase, axis=0), mask=inside)
         tl.store(partial + width + columns, tl.sum(radial, axis=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
+def scan_token_gradients_kernel(
+    sums,
+    records,
+    grad_eta,
+    grad_delta,
+    length,
+    row_chunks,
+    chunks,
+    PARTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Gradients of given controls, ``[B, L]``, from the gradients pass's sums over modes."""
+    chunk = tl.program_id(0)
+    b = chunk // row_chunks
+    tokens = (chunk % row_chunks) * CHUNK + tl.arange(0, CHUNK)
+    plane = chunks.to(tl.int64) * CHUNK
+    own = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    by_radius = tl.zeros([CHUNK], tl.float32)
+    by_angle = tl.zeros([CHUNK], tl.float32)
+    for part in range(PARTS):
+        by_radius += tl.load(sums + (2 * part) * plane + own)
+        by_angle += tl.load(sums + (2 * part + 1) * plane + own)
+    stretch = tl.maximum(tl.load(records + own), 0.0)
+    at = b.to(tl.int64) * length + tokens
+    tl.store(grad_eta + at, stretch * by_radius * LN_2, mask=tokens < length)
+    tl.store(grad_delta + at, by_angle, mask=tokens < length)

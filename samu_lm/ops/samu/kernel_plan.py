@@ -6,6 +6,8 @@ the function computed.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from samu_lm.ops.common.launch import cdiv, next_power_of_two
@@ -45,7 +47,9 @@ class Plan:
         gradient_block = min(self.gradient_block, max(16, next_power_of_two(modes)))
         if self.fused:
             gradient_block = max(16, next_power_of_two(modes))
-        chunk = min(self.chunk, max(self.step, self.gradient_step, self.save_every, 16, next_power_of_two(length)))
+        chunk, shortest = self.chunk, max(self.step, self.gradient_step, self.save_every, 16)
+        while chunk > shortest and chunk >= 2 * length:
+            chunk //= 2
         return replace(
             self,
             block=block,
@@ -93,3 +97,32 @@ def layout(plan: Plan, batch: int, length: int, width: int, table: int, record_r
     signs = saved_states + (_aligned(plane // plan.save_every * width) if save else 0)
     total = signs + (_aligned(plane // min(plan.chunk, 32) * width) if save else 0)
     return Layout(plan, row_chunks, chunks, plane, 0, records, chunk_records, saved_states, signs, total)
+
+
+_override: Plan | None = None
+
+
+@contextlib.contextmanager
+def use_plan(plan: Plan) -> Iterator[None]:
+    """Within the block, every problem is cut by ``plan`` (forward and backward must run under the same one)."""
+    global _override
+    before, _override = _override, plan
+    try:
+        yield
+    finally:
+        _override = before
+
+
+def default_plan(batch: int, length: int, width: int) -> Plan:
+    """A plan without a calibration: enough programs to fill a large GPU, chunks as long as that allows."""
+    warps = batch * length * width // 256
+    chunk = 16
+    while chunk < 128 and warps // (2 * chunk) >= 3072:
+        chunk *= 2
+    return Plan(chunk=chunk)
+
+
+def plan_for(batch: int, length: int, width: int) -> Plan:
+    """The plan that a problem of this shape runs with."""
+    plan = default_plan(batch, length, width) if _override is None else _override
+    return plan.for_shape(length, width // 2)

@@ -22,10 +22,10 @@ def _advance(h_re, h_im, nu2, cos, sin, total, turn_cos, turn_sin, s_re, s_im):
     r = tl.exp2(nu2 * total)
     a_re = r * (cos * turn_cos - sin * turn_sin)
     a_im = r * (sin * turn_cos + cos * turn_sin)
-    keep = total >= 0
+    forget = total < 0
     return (
-        tl.where(keep, a_re * h_re - a_im * h_im, 0.0) + s_re,
-        tl.where(keep, a_re * h_im + a_im * h_re, 0.0) + s_im,
+        tl.where(forget, 0.0, a_re * h_re - a_im * h_im) + s_re,
+        tl.where(forget, 0.0, a_re * h_im + a_im * h_re) + s_im,
     )
 
 

@@ -69,8 +69,8 @@ def transition(nu2, cos, sin, stretch, turn_cos, turn_sin):
 @triton.jit
 def carried(a_re, a_im, h_re, h_im, stretch):
     """Transition times state; at a first token the old state is selected away, even if it is infinite."""
-    keep = stretch >= 0
-    return tl.where(keep, a_re * h_re - a_im * h_im, 0.0), tl.where(keep, a_re * h_im + a_im * h_re, 0.0)
+    forget = stretch < 0
+    return tl.where(forget, 0.0, a_re * h_re - a_im * h_im), tl.where(forget, 0.0, a_re * h_im + a_im * h_re)
 
 
 @triton.jit(do_not_specialize=["row_chunks", "chunks"])
