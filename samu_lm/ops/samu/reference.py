@@ -34,10 +34,15 @@ def spectrum(nu_log: Tensor, theta_log: Tensor) -> tuple[Tensor, Tensor, Tensor,
     return nu, theta, root + 1e-8, nu * torch.exp(-2 * nu) / root
 
 
-def _as_complex(x: Tensor) -> Tensor:
+def _as_complex(x: Tensor, scale: Tensor | None = None) -> Tensor:
     modes = x.shape[-1] // 2
     x = x.float()
-    return torch.complex(x[..., :modes], x[..., modes:])
+    real, imag = x[..., :modes], x[..., modes:]
+    return torch.complex(real, imag) if scale is None else torch.complex(real * scale, imag * scale)
+
+
+def _sum_tokens(t: Tensor) -> Tensor:
+    return t.sum((0, 1), dtype=torch.float64)
 
 
 def _as_real(h: Tensor) -> Tensor:
@@ -51,7 +56,8 @@ def _transitions(eta: Tensor, delta: Tensor, nu: Tensor, theta: Tensor) -> tuple
     theta_turn = torch.complex(theta.cos().float(), theta.sin().float())
     delta_turn = torch.complex(delta.float().cos(), delta.float().sin())
     turn = delta_turn[..., None] * theta_turn
-    return turn.mul_(log_radius.exp()), log_radius, stretch
+    torch.view_as_real(turn).mul_(log_radius.exp()[..., None])  # a complex product with a real tensor would copy it
+    return turn, log_radius, stretch
 
 
 @torch.library.custom_op("samu_lm::samu_reference", mutates_args=())
@@ -68,7 +74,7 @@ def _forward(
     mask = dense_first_token_mask(first, batch, length, x.device, fresh=initial_state is None)
     nu, theta, gamma, _ = spectrum(nu_log, theta_log)
     a, _, _ = _transitions(eta, delta, nu, theta)
-    u = _as_complex(x) * gamma.float()
+    u = _as_complex(x, gamma.float())
     state = None if initial_state is None else _as_complex(initial_state)
     h = linear_scan(a, u, mask, state)
     return _as_real(h).relu_().to(x.dtype), _as_real(h[:, -1]), h
@@ -99,19 +105,19 @@ def _backward(
     mask = dense_first_token_mask(first, batch, length, x.device, fresh=initial_state is None)
     nu, theta, gamma, dgamma = spectrum(nu_log, theta_log)
     a, log_radius, stretch = _transitions(eta, delta, nu, theta)
-    grad = _as_complex(grad_y)
-    grad_h = torch.complex(grad.real * (h.real > 0), grad.imag * (h.imag > 0))
+    grad_h = _as_complex(grad_y)
+    torch.view_as_real(grad_h).masked_fill_(torch.view_as_real(h) <= 0, 0)
     g = adjoint_scan(a, grad_h, mask, _as_complex(grad_final_state))
     state = None if initial_state is None else _as_complex(initial_state)
     # d loss / d log a_t: its real part belongs to the log radius, its imaginary part to the angle.
-    grad_log_a = g * (a * previous_states(h, mask, state)).conj()
+    grad_log_a = g * (a * previous_states(h, mask, state)).conj_physical_()
     grad_log_radius, grad_angle = grad_log_a.real, grad_log_a.imag
-    grad_gamma = (g.real * _as_complex(x).real + g.imag * _as_complex(x).imag).double().sum((0, 1))
-    grad_nu_log = nu * (grad_log_radius * -stretch[..., None]).double().sum((0, 1)) + grad_gamma * dgamma
-    grad_theta_log = theta * grad_angle.double().sum((0, 1))
+    grad_gamma = _sum_tokens(torch.view_as_real(g * _as_complex(x).conj())[..., 0])
+    grad_nu_log = grad_gamma * dgamma - nu * _sum_tokens(grad_log_radius * stretch[..., None])
+    grad_theta_log = theta * _sum_tokens(grad_angle)
     grad_state = (g[:, 0] * a[:, 0].conj()).masked_fill(mask[:, :1], 0)
     return (
-        _as_real(g * gamma.float()).to(x.dtype),
+        (_as_real(g) * torch.cat([gamma, gamma]).float()).to(x.dtype),
         (grad_log_radius * log_radius).sum(-1),
         grad_angle.sum(-1),
         grad_nu_log.to(nu_log.dtype),
