@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,36 +54,34 @@ def plot_loss_by_position(path: Path, figures: Mapping[str, Any], *, title: str)
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     bins = figures["by_position"]
-    edges = [b["first"] for b in bins] + [bins[-1]["last"] + 1]
-    centres = [(b["first"] * (b["last"] + 1)) ** 0.5 for b in bins]
-    reach = [[c - b["first"] for b, c in zip(bins, centres)], [b["last"] + 1 - c for b, c in zip(bins, centres)]]
+    lefts, rights = [b["first"] - 0.5 for b in bins], [b["last"] + 0.5 for b in bins]
+    centres = [(b["first"] * b["last"]) ** 0.5 for b in bins]
+    reach = [[c - left for c, left in zip(centres, lefts)], [right - c for c, right in zip(centres, rights)]]
     figure = Figure(figsize=(8, 5.4), dpi=150, layout="constrained")
     loss, count = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     errors = [b["standard_error"] or 0.0 for b in bins]
     values = [b["nats_per_token"] for b in bins]
     loss.errorbar(centres, values, yerr=errors, xerr=reach, fmt="o", ms=4, color=_LINE, elinewidth=1.3, capsize=0)
     floor = _floor_in_nats(figures)
-    if floor is not None:
-        loss.axhline(floor, color=_FLOOR, lw=1.3, ls=(0, (5, 3)))
-        label = f"byte unigrams, the floor to beat: {floor:.2f}"
-        place: dict[str, Any] = {"xy": (1.0, floor), "xycoords": ("axes fraction", "data"), "xytext": (-4, 4)}
-        loss.annotate(label, **place, **_TEXT, ha="right", color=_FLOOR)
-    loss.set_ylim(bottom=0, top=1.12 * max([floor or 0.0, *(v + e for v, e in zip(values, errors))]))
+    loss.axhline(floor, color=_FLOOR, lw=1.3, ls=(0, (5, 3)))
+    label = f"byte unigrams, the floor to beat: {floor:.2f}"
+    place: dict[str, Any] = {"xy": (1.0, floor), "xycoords": ("axes fraction", "data"), "xytext": (-4, 4)}
+    loss.annotate(label, **place, **_TEXT, ha="right", color=_FLOOR)
+    loss.set_ylim(bottom=0, top=1.12 * max([floor, *(v + e for v, e in zip(values, errors))]))
     loss.set_ylabel("loss (nats per token)")
     loss.set_title(title, loc="left", fontsize=10.5, color=_INK)
-    for bar, left, right in zip(bins, edges, [b["last"] + 1 for b in bins]):
-        count.fill_between([left, right], 0.5, bar["targets"], color=_LINE, alpha=0.22, lw=0)
-        top = ((left * right) ** 0.5, bar["targets"])
-        count.annotate(compact(bar["targets"]), top, xytext=(0, 2), **_TEXT, ha="center", color=_MUTED)
+    for b, left, right, centre in zip(bins, lefts, rights, centres):
+        count.fill_between([left, right], 0.5, b["targets"], color=_LINE, alpha=0.22, lw=0)
+        label = compact(b["targets"])
+        count.annotate(label, (centre, b["targets"]), xytext=(0, 2), **_TEXT, ha="center", color=_MUTED)
     count.set_yscale("log")
     count.set_ylim(0.5, 6 * max(b["targets"] for b in bins))
     count.yaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
     count.set_ylabel("targets")
     count.set_xscale("log", base=2)
-    count.set_xlim(edges[0], edges[-1])
+    count.set_xlim(lefts[0], rights[-1])
     count.set_xlabel("position in the document (tokens read since its start in this row)")
-    step = max(1, len(edges) // 12)
-    count.set_xticks(edges[::step])
+    count.set_xticks([b["last"] for b in bins][:: max(1, len(bins) // 12)])
     count.xaxis.set_major_formatter(FuncFormatter(lambda value, _: compact(value, binary=True)))
     loss.yaxis.set_major_locator(MaxNLocator(6))
     for axes in (loss, count):
@@ -98,10 +97,9 @@ def plot_loss_by_position(path: Path, figures: Mapping[str, Any], *, title: str)
 _TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5}
 
 
-def _floor_in_nats(figures: Mapping[str, Any]) -> float | None:
+def _floor_in_nats(figures: Mapping[str, Any]) -> float:
     """The byte-unigram entropy in nats per token: a token stands for so many bytes on average."""
-    bits = figures["unigram_bits_per_byte"]
-    return None if bits is None else bits * NATS_PER_BIT * figures["bytes"] / figures["targets"]
+    return figures["unigram_bits_per_byte"] * NATS_PER_BIT * figures["bytes"] / figures["targets"]
 
 
 def compact(value: float, binary: bool = False) -> str:
@@ -114,38 +112,62 @@ def compact(value: float, binary: bool = False) -> str:
     return f"{value:.0f}"
 
 
-def table(figures: Mapping[str, Any], counts: Mapping[str, Any], *, title: str) -> str:
+def notes(continued_rows: int, partial: bool) -> list[str]:
+    """What a reader of the figures must know.
+
+    Args:
+        continued_rows: rows that start inside a document.
+        partial: whether only some rows of the split were evaluated.
+    """
+    said = []
+    if continued_rows:
+        start = "row starts" if continued_rows == 1 else "rows start"
+        said.append(
+            f"{continued_rows:,} {start} inside a document; there state and position start afresh, as in training"
+        )
+    if partial:
+        said.append("only the first rows of the split were read; the entropy of byte unigrams is the whole split's")
+    return said
+
+
+def samples_text(texts: Sequence[str], *, title: str) -> str:
+    """Samples under each other, each with a heading."""
+    parts = [title]
+    for number, text in enumerate(texts, start=1):
+        heading = f"sample {number} of {len(texts)}" if len(texts) > 1 else "sample"
+        parts.append(f"-- {heading} ".ljust(60, "-") + f"\n{text}")
+    return "\n\n".join(parts)
+
+
+def table(outcome: Mapping[str, Any], *, title: str) -> str:
     """The figures as a person reads them.
 
     Args:
-        figures: as `summarise` returns them.
-        counts: documents, tokens, rows, seq_len and continued_rows.
-        title: first line.
+        outcome: as `summarise` returns it, with documents, tokens, rows, seq_len and notes.
+        title: first lines.
     """
-    bits, floor, ratio = figures["bits_per_byte"], figures["unigram_bits_per_byte"], figures["ratio_to_unigram"]
+    bits, floor, ratio = outcome["bits_per_byte"], outcome["unigram_bits_per_byte"], outcome["ratio_to_unigram"]
     lines = [
         title,
         "",
-        f"  {'documents':<16}{counts['documents']:>14,}",
-        f"  {'tokens':<16}{counts['tokens']:>14,}    in {counts['rows']:,} rows of {counts['seq_len']:,}",
-        f"  {'targets':<16}{figures['targets']:>14,}",
-        f"  {'bytes':<16}{figures['bytes']:>14,}",
+        f"  {'documents':<16}{outcome['documents']:>14,}",
+        f"  {'tokens':<16}{outcome['tokens']:>14,}    in {outcome['rows']:,} rows of {outcome['seq_len']:,}",
+        f"  {'targets':<16}{outcome['targets']:>14,}",
+        f"  {'bytes':<16}{outcome['bytes']:>14,}",
         "",
-        f"  {'nats per token':<16}{figures['nats_per_token']:>14.4f}",
-        f"  {'perplexity':<16}{_or_dash(figures['perplexity'], '14.3f')}",
+        f"  {'nats per token':<16}{outcome['nats_per_token']:>14.4f}",
+        f"  {'perplexity':<16}{_or_dash(outcome['perplexity'], '14.3f')}",
         f"  {'bits per byte':<16}{_or_dash(bits, '14.4f')}",
     ]
-    if floor is not None:
-        verdict = "" if ratio is None else f"    model / floor = {ratio:.3f}" + ("" if ratio < 1 else ", not beaten")
-        lines.append(f"  {'  byte unigrams':<16}{floor:>14.4f}{verdict}")
+    verdict = "" if ratio is None else f"    model / floor = {ratio:.3f}" + ("" if ratio < 1 else ", not beaten")
+    lines.append(f"  {'  byte unigrams':<16}{floor:>14.4f}{verdict}")
     lines += ["", f"  {'position':>15}{'targets':>12}{'nats per token':>17}"]
-    for b in figures["by_position"]:
+    for b in outcome["by_position"]:
         span = f"{b['first']:,}" if b["first"] == b["last"] else f"{b['first']:,} to {b['last']:,}"
         error = "" if b["standard_error"] is None else f" ± {b['standard_error']:.4f}"
         lines.append(f"  {span:>15}{b['targets']:>12,}{b['nats_per_token']:>17.4f}{error}")
-    if counts["continued_rows"]:
-        rows = f"{counts['continued_rows']:,} rows start inside a document"
-        lines += ["", f"  {rows}; there the state and the position start afresh."]
+    for note in outcome["notes"]:
+        lines += ["", *textwrap.wrap(f"{note}.", 76, initial_indent="  ", subsequent_indent="  ")]
     return "\n".join(lines)
 
 

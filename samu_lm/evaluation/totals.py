@@ -17,8 +17,11 @@ NATS_PER_BIT = math.log(2.0)
 
 
 def position_bin(positions: Tensor) -> Tensor:
-    """Bin k holds positions 2^k to 2^(k+1) - 1. Exact for positions below 2^53. int64 in, int64 out."""
-    return torch.frexp(positions.double())[1].long() - 1
+    """Bin 0 holds position 1, bin k positions 2^(k-1) + 1 to 2^k, so that a row of 2^k tokens ends with a full bin.
+
+    int64 in, int64 out; exact below 2^53.
+    """
+    return torch.frexp((positions - 1).double())[1].long()
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,6 @@ class Totals:
 
     def __init__(self, bytes_per_token: np.ndarray) -> None:
         self.bytes_per_token = torch.as_tensor(np.asarray(bytes_per_token), dtype=torch.int64)
-        self.target_counts = torch.zeros(len(self.bytes_per_token), dtype=torch.int64)
         self._bin_targets = torch.zeros(64, dtype=torch.int64)
         self._bin_bytes = torch.zeros(64, dtype=torch.int64)
         self._bin_nats = torch.zeros(64, dtype=torch.float64)
@@ -60,7 +62,6 @@ class Totals:
         losses, targets = losses.detach().double().cpu(), targets.cpu()
         bins = position_bin(positions.cpu())
         size = len(self._bin_targets)
-        self.target_counts += torch.bincount(targets, minlength=len(self.target_counts))
         self._bin_targets += torch.bincount(bins, minlength=size)
         # Counts of bytes stay below 2^53 in any corpus, so the float64 of weighted bincount is exact.
         self._bin_bytes += torch.bincount(bins, self.bytes_per_token[targets].double(), minlength=size).long()
@@ -89,33 +90,17 @@ class Totals:
             # Sample variance; one target alone has no spread to measure.
             spread = max(float(self._bin_squares[k]) - count * mean * mean, 0.0)
             error = math.sqrt(spread / (count - 1) / count) if count > 1 else math.nan
-            bins.append(PositionBin(2**k, 2 ** (k + 1) - 1, count, int(self._bin_bytes[k]), nats, mean, error))
+            bins.append(PositionBin(2**k // 2 + 1, 2**k, count, int(self._bin_bytes[k]), nats, mean, error))
         return bins
 
 
-def unigram_entropy(byte_counts: np.ndarray) -> float:
-    """Entropy in bits per byte of the bytes' own frequencies: what a model without any context pays at best.
-
-    Args:
-        byte_counts: int64 [256], occurrences of each byte.
-
-    Raises:
-        ValueError: no byte was counted.
-    """
-    counts = np.asarray(byte_counts, dtype=np.float64)
-    total = counts.sum()
-    if total <= 0:
-        raise ValueError(f"byte_counts={int(total)} bytes: the entropy of no bytes is undefined; count at least one")
-    share = counts[counts > 0] / total
-    return float(-(share * np.log2(share)).sum()) + 0.0
-
-
-def summarise(totals: Totals, byte_counts: np.ndarray) -> dict[str, Any]:
+def summarise(totals: Totals, unigram_bits: float) -> dict[str, Any]:
     """Figures of an evaluation, ready for JSON.
 
     Args:
         totals: the sums, with at least one target.
-        byte_counts: int64 [256], the bytes that the targets stand for.
+        unigram_bits: entropy of the text's bytes taken one by one, in bits per byte: what a model without any context
+            pays at best, a floor that a model must beat.
 
     Returns:
         targets, bytes, nats, nats_per_token, perplexity, bits_per_byte, unigram_bits_per_byte, ratio_to_unigram,
@@ -124,7 +109,6 @@ def summarise(totals: Totals, byte_counts: np.ndarray) -> dict[str, Any]:
     nats, targets, text = totals.nats, totals.targets, totals.bytes
     per_token = nats / targets
     bits = nats / NATS_PER_BIT / text if text else None
-    floor = unigram_entropy(byte_counts) if int(byte_counts.sum()) else None
     return {
         "targets": targets,
         "bytes": text,
@@ -132,8 +116,8 @@ def summarise(totals: Totals, byte_counts: np.ndarray) -> dict[str, Any]:
         "nats_per_token": per_token,
         "perplexity": math.exp(per_token) if per_token < 700 else None,  # beyond float64's range
         "bits_per_byte": bits,
-        "unigram_bits_per_byte": floor,
-        "ratio_to_unigram": bits / floor if bits is not None and floor else None,
+        "unigram_bits_per_byte": unigram_bits,
+        "ratio_to_unigram": bits / unigram_bits if bits is not None and unigram_bits else None,
         "by_position": [
             {
                 "first": b.first,

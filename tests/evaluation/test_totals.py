@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,30 +15,16 @@ from samu_lm.evaluation.totals import (
     Totals,
     position_bin,
     summarise,
-    unigram_entropy,
 )
 
 TARGETS = st.tuples(st.floats(0, 20), st.integers(0, 9), st.integers(1, 300))  # loss, id, position
 
 
-def byte_counts(text: bytes) -> np.ndarray:
-    return np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
-
-
-def test_unigram_entropy_by_hand() -> None:
-    # aaaabbcd: shares 1/2, 1/4, 1/8, 1/8, so 1/2 + 2/4 + 3/8 + 3/8 bits.
-    assert unigram_entropy(byte_counts(b"aaaabbcd")) == pytest.approx(1.75, abs=1e-15)
-    assert unigram_entropy(byte_counts(bytes(range(256)))) == pytest.approx(8.0, abs=1e-15)
-    assert unigram_entropy(byte_counts(b"zzz")) == 0.0
-    with pytest.raises(ValueError, match="no bytes"):
-        unigram_entropy(np.zeros(256, dtype=np.int64))
-
-
-def test_position_bins_are_powers_of_two() -> None:
+def test_position_bins_end_at_powers_of_two() -> None:
     positions = torch.arange(1, 70_000)
-    expected = [p.bit_length() - 1 for p in positions.tolist()]
+    expected = [(p - 1).bit_length() for p in positions.tolist()]
     assert position_bin(positions).tolist() == expected
-    assert position_bin(torch.tensor([2**40 - 1, 2**40])).tolist() == [39, 40]
+    assert position_bin(torch.tensor([1, 2, 3, 4, 5, 8, 9, 2**40, 2**40 + 1])).tolist() == [0, 1, 2, 2, 3, 3, 4, 40, 41]
 
 
 @settings(max_examples=20, deadline=None)
@@ -53,12 +38,11 @@ def test_sums_equal_a_plain_computation_however_they_are_cut(targets: list[tuple
     assert totals.targets == len(targets)
     assert totals.bytes == sum(int(size[i]) for _, i, _ in targets)
     assert totals.nats == pytest.approx(math.fsum(loss for loss, _, _ in targets), rel=1e-12, abs=1e-12)
-    assert totals.target_counts.tolist() == [Counter(i for _, i, _ in targets)[k] for k in range(10)]
     bins: dict[int, list[tuple[float, int]]] = {}
     for loss, token, position in targets:
-        bins.setdefault(position.bit_length() - 1, []).append((loss, int(size[token])))
+        bins.setdefault((position - 1).bit_length(), []).append((loss, int(size[token])))
     found = totals.by_position()
-    assert [(b.first, b.last) for b in found] == [(2**k, 2 ** (k + 1) - 1) for k in sorted(bins)]
+    assert [(b.first, b.last) for b in found] == [(2**k // 2 + 1, 2**k) for k in sorted(bins)]
     for b, k in zip(found, sorted(bins), strict=True):
         values = [loss for loss, _ in bins[k]]
         assert (b.targets, b.bytes) == (len(values), sum(n for _, n in bins[k]))
@@ -80,7 +64,7 @@ def test_sums_by_position_equal_the_total() -> None:
             torch.randint(0, 5, (n,), generator=generator),
             torch.randint(1, 500, (n,), generator=generator),
         )
-    figures = summarise(totals, np.full(256, 1))
+    figures = summarise(totals, 8.0)
     assert sum(b["targets"] for b in figures["by_position"]) == figures["targets"] == 700
     assert sum(b["bytes"] for b in figures["by_position"]) == figures["bytes"] == 700
     assert math.fsum(b["nats"] for b in figures["by_position"]) == pytest.approx(figures["nats"], rel=1e-13)
@@ -96,21 +80,20 @@ def test_small_losses_among_many_are_not_lost() -> None:
 
 def test_summary_by_hand() -> None:
     # Targets "a", "b" and EOS at ln 2, ln 4 and ln 8: 6 ln 2 nats for 2 bytes, so 3 bits per byte.
-    # The unigram floor of "ab" is 1 bit.
     totals = Totals(np.array([1] * 256 + [0, 0]))
     ids = torch.tensor([97, 98, 257])
-    totals.add(torch.log(torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64)), ids, torch.tensor([1, 2, 3]))
-    figures = summarise(totals, byte_counts(b"ab"))
+    totals.add(torch.log(torch.tensor([2.0, 4.0, 8.0], dtype=torch.float64)), ids, torch.tensor([1, 3, 4]))
+    figures = summarise(totals, 1.5)
     assert figures["targets"] == 3
     assert figures["bytes"] == 2
     assert figures["nats_per_token"] == pytest.approx(2 * math.log(2))
     assert figures["perplexity"] == pytest.approx(4.0)
     assert figures["bits_per_byte"] == pytest.approx(3.0)
-    assert figures["unigram_bits_per_byte"] == pytest.approx(1.0)
-    assert figures["ratio_to_unigram"] == pytest.approx(3.0)
+    assert figures["unigram_bits_per_byte"] == 1.5
+    assert figures["ratio_to_unigram"] == pytest.approx(2.0)
     first, second = figures["by_position"]
     assert (first["first"], first["last"], first["targets"], first["standard_error"]) == (1, 1, 1, None)
-    assert (second["first"], second["last"], second["targets"]) == (2, 3, 2)
+    assert (second["first"], second["last"], second["targets"]) == (3, 4, 2)
     # Values 2 ln 2 and 3 ln 2: standard deviation ln 2 / sqrt 2, error ln 2 / 2.
     assert second["standard_error"] == pytest.approx(math.log(2) / 2)
 
@@ -118,8 +101,7 @@ def test_summary_by_hand() -> None:
 def test_no_text_gives_no_figure_per_byte() -> None:
     totals = Totals(np.zeros(3, dtype=np.int64))
     totals.add(torch.tensor([1.0]), torch.tensor([2]), torch.tensor([1]))
-    figures = summarise(totals, np.zeros(256, dtype=np.int64))
+    figures = summarise(totals, 0.0)
     assert figures["bits_per_byte"] is None
-    assert figures["unigram_bits_per_byte"] is None
     assert figures["ratio_to_unigram"] is None
     assert totals.by_position() == [PositionBin(1, 1, 1, 0, 1.0, 1.0, pytest.approx(math.nan, nan_ok=True))]
