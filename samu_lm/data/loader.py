@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,7 +76,7 @@ class PackedLoader:
         plan = self._plan(epoch)
         first = row + self._rank * self._batch_size
         step = self._world_size * self._batch_size
-        yield from DataLoader(
+        loader = DataLoader(
             RowDataset(plan, self._tokens, self._batch_size, self._pad_id),
             batch_size=None,  # an item is a batch
             sampler=range(first, first + plan.num_rows - row, step),
@@ -84,6 +86,9 @@ class PackedLoader:
             # its own generator: the loader draws a seed for its workers, and that draw must not move the model's
             generator=torch.Generator(),
         )
+        with _tokenizer_threads_off():
+            iterator = iter(loader)  # workers are forked here
+        yield from iterator
 
 
 class TrainLoader(PackedLoader):
@@ -100,6 +105,20 @@ class TrainLoader(PackedLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hands a saved state to the data module."""
         self._load(state)
+
+
+@contextlib.contextmanager
+def _tokenizer_threads_off() -> Iterator[None]:
+    """For processes forked inside: ``tokenizers`` would warn in each that its threads did not come along."""
+    name = "TOKENIZERS_PARALLELISM"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _same(batch: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ log = logging.getLogger(__name__)
 
 def new_backend(text: str | None = None) -> Any:
     """An empty BPE, or the tokenizer of a ``tokenizer.json`` text."""
-    # Set for the loader's worker processes: they encode nothing, but the library would warn in each that it was forked.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
