@@ -37,7 +37,8 @@ class PackedLoader:
     the position decides, and the position is known only when an iteration begins.
 
     Args:
-        plan: epoch number to the epoch's plan; every epoch has the same number of rows.
+        plan: epoch number to the epoch's plan.
+        num_rows: rows of an epoch, the same in every epoch.
         tokens: the flat token array.
         position: called when an iteration begins; rows consumed since the first epoch began, over all ranks.
         rank: this process, from 0.
@@ -50,6 +51,7 @@ class PackedLoader:
     def __init__(
         self,
         plan: Callable[[int], RowPlan],
+        num_rows: int,
         tokens: NDArray[Any],
         position: Callable[[], int],
         *,
@@ -59,12 +61,12 @@ class PackedLoader:
         pad_id: int,
         num_workers: int,
     ) -> None:
-        self._plan, self._tokens, self._position = plan, tokens, position
+        self._plan, self._num_rows, self._tokens, self._position = plan, num_rows, tokens, position
         self._rank, self._world_size, self._batch_size = rank, world_size, batch_size
         self._pad_id, self._num_workers = pad_id, num_workers
 
     def __len__(self) -> int:
-        return -(-self._plan(0).num_rows // (self._world_size * self._batch_size))
+        return -(-self._num_rows // (self._world_size * self._batch_size))
 
     def __iter__(self) -> Iterator[Batch]:
         # The position is taken now, workers start with the first batch: Lightning calls iter() once only to see that
@@ -72,14 +74,13 @@ class PackedLoader:
         return self._batches(self._position())
 
     def _batches(self, rows_consumed: int) -> Iterator[Batch]:
-        epoch, row = divmod(rows_consumed, self._plan(0).num_rows)
-        plan = self._plan(epoch)
+        epoch, row = divmod(rows_consumed, self._num_rows)
         first = row + self._rank * self._batch_size
         step = self._world_size * self._batch_size
         loader = DataLoader(
-            RowDataset(plan, self._tokens, self._batch_size, self._pad_id),
+            RowDataset(self._plan(epoch), self._tokens, self._batch_size, self._pad_id),
             batch_size=None,  # an item is a batch
-            sampler=range(first, first + plan.num_rows - row, step),
+            sampler=range(first, first + self._num_rows - row, step),
             num_workers=self._num_workers,
             collate_fn=_same,
             pin_memory=torch.cuda.is_available(),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning as L
@@ -141,7 +139,6 @@ class LMDataModule(L.LightningDataModule):
             if self.size(split).targets == 0:
                 remedy = f"no {title} document has 2 tokens, so there is nothing to predict; use longer documents"
                 raise ConfigError(*self.source.name(), remedy)
-        self._plan_of = functools.lru_cache(maxsize=1)(self._train_plan)
         self._stream = self._stream_identity()
         self._check_stream()
 
@@ -292,10 +289,10 @@ class LMDataModule(L.LightningDataModule):
         order = document_order(len(documents), self.seed, epoch)
         return RowPlan.build(self.store.offsets, documents[order], self.seq_len)
 
-    def _loader_options(self, plan: Callable[[int], RowPlan]) -> dict[str, Any]:
+    def _loader_options(self, split: str) -> dict[str, Any]:
         rank, world_size = self._rank()
         return {
-            "plan": plan,
+            "num_rows": self.size(split).rows,
             "tokens": self.store.tokens,
             "rank": rank,
             "world_size": world_size,
@@ -316,11 +313,12 @@ class LMDataModule(L.LightningDataModule):
         return TrainLoader(
             state=self.state_dict,
             load=self.load_state_dict,
+            plan=self._train_plan,
             position=lambda: self.rows_consumed,
-            **self._loader_options(self._plan_of),
+            **self._loader_options("train"),
         )
 
     def val_dataloader(self) -> PackedLoader:
         """Validation batches of this rank: the held-out documents in the source's order, the same each time."""
         plan = RowPlan.build(self.store.offsets, self._split("val"), self.seq_len)
-        return PackedLoader(position=lambda: 0, **self._loader_options(lambda epoch: plan))
+        return PackedLoader(plan=lambda epoch: plan, position=lambda: 0, **self._loader_options("val"))
