@@ -1,4 +1,4 @@
-"""RG-LRU backward kernels: the adjoint in reverse, gates recomputed, nothing of a gate's size kept (docs/kernels-rglru.md).
+"""RG-LRU backward kernels: the adjoint in reverse, gates recomputed from x (see docs/kernels-rglru.md).
 
     g_t = dy_t + a_{t+1} g_{t+1}                          (cut where t+1 is a first token)
     d log a_t = g_t a_t h_{t-1} - g_t i_t x_t a_t^2 min(1/sqrt(1 - a_t^2), 2000)
@@ -50,7 +50,8 @@ def summary_kernel(
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    piece, h, b, segment = locate(tl.program_id(0), slices, H, B)
+    piece, h, b, ahead = locate(tl.program_id(0), slices, H, B)
+    segment = segments - 1 - ahead
     block = h * w
     c0 = piece * M
     limit = tl.minimum(w - c0, W - block - c0)
@@ -158,17 +159,27 @@ def gradient_kernel(
     if WEIGHTS:
         sum_wi = tl.zeros([K1, M], tl.float32)
         sum_wa = tl.zeros([K1, M], tl.float32)
-    sum_bi = tl.zeros([M], tl.float32)
-    sum_ba = tl.zeros([M], tl.float32)
-    sum_rate = tl.zeros([M], tl.float32)
+    sum_bi = tl.zeros([M, Q], tl.float32)
+    sum_ba = tl.zeros([M, Q], tl.float32)
+    sum_rate = tl.zeros([M, Q], tl.float32)
 
     state_column = b * W + block + c0 + tch
     carry = tl.zeros([M], tl.float32)
     if HAS_GRAD_FINAL:
         carry = tl.load(grad_final + state_column, mask=towns, other=0.0).to(tl.float32)
     carry = fold_segments(
-        carry, summary_a, summary_g, segment * 0 + segments - 1, -1, (segments - 1 - segment).to(tl.int32), W * B,
-        state_column, towns, HAS_FIRST, J,
+        carry,
+        summary_a,
+        summary_g,
+        segment * 0 + segments - 1,
+        -1,
+        (segments - 1 - segment).to(tl.int32),
+        B,
+        W,
+        state_column,
+        towns,
+        HAS_FIRST,
+        J,
     )
 
     begin = segment * tiles_per_segment
@@ -231,14 +242,17 @@ def gradient_kernel(
             before, behind, carry = states_and_adjoints(a3, v3, u3, state, carry, False, M, Q, K)
         g = dy + threads_to_tile(behind, M, T, Q, E)
         grad_log_a = g * (a * threads_to_tile(before, M, T, Q, E)) + (g * xf) * (i * slope)
+        if selects:
+            grad_log_a = tl.where((tok >= tokens)[None, :], 0.0, grad_log_a)
         grad_r = grad_log_a * r
         grad_la = grad_r * (rate * (1.0 - r))
         grad_li = (g * v) * (1.0 - i)
         grad_u = g * bi
 
-        sum_rate += tl.sum(grad_r, 1)
-        sum_bi += tl.sum(grad_li, 1)
-        sum_ba += tl.sum(grad_la, 1)
+        # a thread sums its own tokens; threads meet once, at the end
+        sum_rate += tl.sum(tile_to_threads(grad_r, M, T, Q, E), 2)
+        sum_bi += tl.sum(tile_to_threads(grad_li, M, T, Q, E), 2)
+        sum_ba += tl.sum(tile_to_threads(grad_la, M, T, Q, E), 2)
         if PROJECT_BACK or WEIGHTS:
             dli = grad_li.to(OPERAND)
             dla = grad_la.to(OPERAND)
@@ -257,12 +271,12 @@ def gradient_kernel(
     if segment == 0:
         tl.store(grad_initial + state_column, carry, mask=towns)
     # d rate / d a_param = -8 sigmoid(a_param)
-    param = tl.load(a_param + block + c0 + ch, mask=own, other=0.0).to(tl.float32)
+    param = tl.load(a_param + block + c0 + tch, mask=towns, other=0.0).to(tl.float32)
     part = segment * B + b
-    at = part * (3 * W) + block + c0 + ch
-    tl.store(partial_vectors + at, sum_bi, mask=own)
-    tl.store(partial_vectors + at + W, sum_ba, mask=own)
-    tl.store(partial_vectors + at + 2 * W, sum_rate * -8.0 * one_sigmoid(param * -LOG2E), mask=own)
+    at = part * (3 * W) + block + c0 + tch
+    tl.store(partial_vectors + at, tl.sum(sum_bi, 1), mask=towns)
+    tl.store(partial_vectors + at + W, tl.sum(sum_ba, 1), mask=towns)
+    tl.store(partial_vectors + at + 2 * W, tl.sum(sum_rate, 1) * -8.0 * one_sigmoid(param * -LOG2E), mask=towns)
     if WEIGHTS:
         k = tl.arange(0, K1)
         inside = (k < w)[:, None] & own[None, :]
@@ -271,47 +285,70 @@ def gradient_kernel(
         tl.store(at_w + H * w * w, sum_wa, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens", "tokens_per_part"])
-def projection_kernel(
-    x, grad_input_logits, grad_a_logits, input_weight, a_weight, grad_x, partial_weights,
-    L, W, H, x_stride_b, x_stride_l, tokens, tokens_per_part,
-    PROJECT_BACK: tl.constexpr, w: tl.constexpr, M: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
+@triton.jit(do_not_specialize=["L", "row_parts", "tokens_per_part"])
+def weight_kernel(
+    x, grad_input_logits, grad_a_logits, partial_weights,
+    L, W, H, x_stride_b, x_stride_l, row_parts, tokens_per_part,
+    w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Gradients through the two projections, from the logits' gradients in memory.
-
-    A program sums its run of tokens into one ``[M, M]`` tile of one block's two weight gradients. Under PROJECT_BACK
-    the programs of row-tile 0 ... also add the logits' gradients, taken back through the weights, to grad_x.
-    """
+    """One ``[M, M]`` tile of one block's two weight gradients, x^T @ (gradient of the logits), over a run of a row."""
     pid = tl.program_id(0)
-    pieces: tl.constexpr = (w + M - 1) // M
-    piece_n = pid % pieces
-    piece_k = (pid // pieces) % pieces
+    n = (pid % pieces) * M + tl.arange(0, M)
+    k = ((pid // pieces) % pieces) * M + tl.arange(0, M)
     h = (pid // (pieces * pieces)) % H
-    part = pid // (pieces * pieces * H)
-    k = piece_k * M + tl.arange(0, M)
-    n = piece_n * M + tl.arange(0, M)
-    block = h * w
+    part = (pid // (pieces * pieces * H)).to(tl.int64)
+    b = part // row_parts
+    begin = (part % row_parts) * tokens_per_part
+    count = tl.minimum(tokens_per_part, L - begin).to(tl.int32)
+    x_run = x + b * x_stride_b + begin * x_stride_l + h * w
+    place = (b * L + begin) * W + h * w
     sum_wi = tl.zeros([M, M], tl.float32)
     sum_wa = tl.zeros([M, M], tl.float32)
     tok = tl.arange(0, T)
-    begin = part.to(tl.int64) * tokens_per_part
-    for at in tl.range(0, tokens_per_part, T, num_stages=STAGES):
-        token = begin + at + tok
-        live = (token < tokens) & (at + tok < tokens_per_part)
-        rows = (token // L) * x_stride_b + (token % L) * x_stride_l
-        xt = tl.load(x + rows[:, None] + (block + k)[None, :], mask=live[:, None] & (k < w)[None, :], other=0.0)
-        place = token[:, None] * W + (block + n)[None, :]
-        inside = live[:, None] & (n < w)[None, :]
-        dli = tl.load(grad_input_logits + place, mask=inside, other=0.0).to(OPERAND)
-        dla = tl.load(grad_a_logits + place, mask=inside, other=0.0).to(OPERAND)
-        xt = tl.trans(xt.to(OPERAND))
-        sum_wi = tl.dot(xt, dli, sum_wi, input_precision="ieee")
-        sum_wa = tl.dot(xt, dla, sum_wa, input_precision="ieee")
+    for step in tl.range(0, tl.cdiv(count, T), num_stages=STAGES):
+        live = count - step * T
+        rows = begin * 0 + step * T
+        x1 = tl.trans(load_rows(x_run + rows * x_stride_l, x_stride_l, tok, live, ((pid // pieces) % pieces) * M, M, w))
+        dli = load_rows(grad_input_logits + place + rows * W, W, tok, live, (pid % pieces) * M, M, w).to(OPERAND)
+        dla = load_rows(grad_a_logits + place + rows * W, W, tok, live, (pid % pieces) * M, M, w).to(OPERAND)
+        sum_wi = tl.dot(x1.to(OPERAND), dli, sum_wi, input_precision="ieee")
+        sum_wa = tl.dot(x1.to(OPERAND), dla, sum_wa, input_precision="ieee")
     inside = (k < w)[:, None] & (n < w)[None, :]
-    at_w = partial_weights + (part.to(tl.int64) * (2 * H) + h) * (w * w) + k[:, None] * w + n[None, :]
+    at_w = partial_weights + (part * (2 * H) + h) * (w * w) + k[:, None] * w + n[None, :]
     tl.store(at_w, sum_wi, mask=inside)
     tl.store(at_w + H * w * w, sum_wa, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def project_back_kernel(
+    grad_input_logits, grad_a_logits, input_weight, a_weight, grad_x, W, H, tokens,
+    w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Adds to grad_x what reaches x through the gates: gradients of the logits times the transposed weights.
+
+    A program owns T tokens and M of one block's channels.
+    """
+    pid = tl.program_id(0)
+    piece = pid % pieces
+    h = (pid // pieces) % H
+    token = (pid // (pieces * H)).to(tl.int64) * T + tl.arange(0, T)
+    block = h * w
+    k = piece * M + tl.arange(0, M)
+    target = grad_x + token[:, None] * W + (block + k)[None, :]
+    owned = (token < tokens)[:, None] & (k < w)[None, :]
+    out = tl.load(target, mask=owned, other=0.0).to(tl.float32)
+    for other in tl.static_range(pieces):
+        n = other * M + tl.arange(0, M)
+        place = token[:, None] * W + (block + n)[None, :]
+        inside = (token < tokens)[:, None] & (n < w)[None, :]
+        dli = tl.load(grad_input_logits + place, mask=inside, other=0.0).to(OPERAND)
+        dla = tl.load(grad_a_logits + place, mask=inside, other=0.0).to(OPERAND)
+        wi = load_weight(input_weight + h * w * w, piece * M, M, other * M, M, w, OPERAND)
+        wa = load_weight(a_weight + h * w * w, piece * M, M, other * M, M, w, OPERAND)
+        out = tl.dot(dli, tl.trans(wi), out, input_precision="ieee")
+        out = tl.dot(dla, tl.trans(wa), out, input_precision="ieee")
+    tl.store(target, out.to(grad_x.dtype.element_ty), mask=owned)
 
 
 @triton.jit(do_not_specialize=["weight_parts", "vector_parts"])
@@ -329,6 +366,7 @@ def reduce_kernel(
     n = pid * N + tl.arange(0, N)
     inside = n < size
     out = tl.zeros([N], tl.float32)
-    for part in range(parts):
-        out += tl.load(source + part.to(tl.int64) * size + n, mask=inside, other=0.0)
+    for _ in range(parts):
+        out += tl.load(source + n, mask=inside, other=0.0)
+        source += size
     tl.store(target + n, out, mask=inside)

@@ -43,7 +43,7 @@ def pick_rows(k0, K: tl.constexpr, c0, M: tl.constexpr, OPERAND: tl.constexpr):
 
 @triton.jit
 def load_rows(row, stride, tok, tokens, k0, K: tl.constexpr, limit):
-    """``[T, K]`` of activations: tokens ``tok`` of the tile (0 from ``tokens`` on), channels k0.. (0 from ``limit`` on)."""
+    """``[T, K]`` of activations: tokens ``tok`` of the tile, channels k0..; 0 from ``tokens`` and ``limit`` on."""
     k = k0 + tl.arange(0, K)
     inside = (tok < tokens)[:, None] & (k < limit)[None, :]
     return tl.load(row + tok[:, None] * stride + k[None, :], mask=inside, other=0.0)
@@ -67,9 +67,7 @@ def project(w1, x1, w2, x2, TWO: tl.constexpr):
 
 
 @triton.jit
-def needs_selects(
-    first, row_tokens, t0, tokens, T: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr
-):
+def needs_selects(first, row_tokens, t0, tokens, T: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr):
     """Whether the tile holds a first token, or ends beyond its row; ``row_tokens`` is the offset of the tile's mask."""
     selects = tokens < T
     if HAS_FIRST:
@@ -145,7 +143,7 @@ def forward_kernel(
         if HAS_STATE:
             carry = tl.load(initial_state + state_column, mask=towns, other=0.0).to(tl.float32)
         carry = fold_segments(
-            carry, summary_a, summary_v, segment * 0, 1, segment.to(tl.int32), W * B, state_column, towns, HAS_FIRST, J
+            carry, summary_a, summary_v, segment * 0, 1, segment.to(tl.int32), B, W, state_column, towns, HAS_FIRST, J
         )
 
     begin = segment * tiles_per_segment

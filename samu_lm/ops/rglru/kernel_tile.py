@@ -11,6 +11,8 @@ choice of layout: the results are right whatever layout the compiler picks.
 Legend: M channels, T tokens, Q thread groups along the tokens, K = T/Q tokens of a thread, a transition, v input.
 """
 
+# ruff: noqa: RET505 (without an else, Triton compiles what follows a compile-time return as well)
+
 import triton
 import triton.language as tl
 
@@ -91,18 +93,6 @@ def transition(r, rate):
 
 
 @triton.jit
-def compose(a0, v0, a1, v1):
-    """h -> a0 h + v0, then h -> a1 h + v1."""
-    return a1 * a0, a1 * v0 + v1
-
-
-@triton.jit
-def compose_cut(a0, v0, a1, v1):
-    """As ``compose``; a transition of exactly 0 (a first token) selects, so that no infinity or NaN passes it."""
-    return a1 * a0, tl.where(a1 == 0.0, v1, a1 * v0 + v1)
-
-
-@triton.jit
 def advance(a, v, h, CUT: tl.constexpr):
     """a h + v; under CUT a transition of exactly 0 selects v."""
     if CUT:
@@ -123,12 +113,30 @@ def column(t, index, M: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
+def scan_groups(
+    a, v, distance: tl.constexpr, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr
+):
+    """Maps of ``[M, Q]`` composed with all those before them (behind them, if REVERSE), from ``distance`` 1 on."""
+    if distance < Q:
+        q = tl.arange(0, Q)
+        if REVERSE:
+            source = tl.minimum(q + distance, Q - 1)
+            inside = (q + distance < Q)[None, :]
+        else:
+            source = tl.maximum(q - distance, 0)
+            inside = (q >= distance)[None, :]
+        index = tl.broadcast_to(source[None, :], [M, Q])
+        v = tl.where(inside, advance(a, v, tl.gather(v, index, 1), CUT), v)
+        a = tl.where(inside, a * tl.gather(a, index, 1), a)
+        return scan_groups(a, v, distance * 2, REVERSE, CUT, M, Q)
+    else:
+        return a, v
+
+
+@triton.jit
 def across_threads(a, v, carry, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr):
     """State that reaches each of the Q groups of ``[M, Q]``, and the state that leaves the last."""
-    if CUT:
-        a, v = tl.associative_scan((a, v), 1, compose_cut, reverse=REVERSE)
-    else:
-        a, v = tl.associative_scan((a, v), 1, compose, reverse=REVERSE)
+    a, v = scan_groups(a, v, 1, REVERSE, CUT, M, Q)
     after = advance(a, v, carry[:, None], CUT)
     q = tl.arange(0, Q)
     start = Q - 1 if REVERSE else 0
@@ -142,12 +150,7 @@ def across_threads(a, v, carry, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.
 def reduce_tile(a, v, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
     """The whole tile as one map h -> a h + v: a and v ``[M]`` from ``[M, Q, K]``."""
     if K == 1:
-        a = tl.reshape(a, [M, Q])
-        v = tl.reshape(v, [M, Q])
-        if CUT:
-            a, v = tl.associative_scan((a, v), 1, compose_cut, reverse=REVERSE)
-        else:
-            a, v = tl.associative_scan((a, v), 1, compose, reverse=REVERSE)
+        a, v = scan_groups(tl.reshape(a, [M, Q]), tl.reshape(v, [M, Q]), 1, REVERSE, CUT, M, Q)
         end: tl.constexpr = 0 if REVERSE else Q - 1
         return column(a, end, M, Q), column(v, end, M, Q)
     else:
@@ -188,9 +191,7 @@ def states(a, v, carry, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: 
 
 
 @triton.jit
-def states_and_adjoints(
-    a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr
-):
+def states_and_adjoints(a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
     """Both directions at once, sharing the products of transitions.
 
     Forward h -> a h + v from ``h`` ``[M]`` before the tile; backward g -> a g + u from ``g`` ``[M]`` behind it.
@@ -216,15 +217,15 @@ def states_and_adjoints(
 
 
 @triton.jit
-def fold_segments(carry, a_ptr, v_ptr, start, step, count, stride, offset, mask, CUT: tl.constexpr, J: tl.constexpr):
-    """Carries ``[M]`` through ``count`` segments' maps, in order start, start + step, ...; segments ``stride`` apart.
+def fold_segments(carry, a_ptr, v_ptr, start, step, count, B, W, offset, mask, CUT: tl.constexpr, J: tl.constexpr):
+    """Carries ``[M]`` through ``count`` segments' maps ``[segments, B, W]``, in order start, start + step, ...
 
     ``start`` is int64. J maps are loaded at a time, so that their latencies overlap.
     """
     for at in range(0, count, J):
         for j in tl.static_range(J):
             inside = mask & (at + j < count)
-            where = (start + step * (at + j)) * stride + offset
+            where = (start + step * (at + j)) * B * W + offset
             a = tl.load(a_ptr + where, mask=inside, other=1.0)
             v = tl.load(v_ptr + where, mask=inside, other=0.0)
             carry = advance(a, v, carry, CUT)
