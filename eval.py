@@ -1,12 +1,13 @@
 """Evaluates a checkpoint or samples from it: ``python eval.py checkpoint=PATH``; see docs/evaluation.md."""
 
+import sys
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig
 
-import samu_lm.evaluation.groups  # noqa: F401  registers the open groups that eval.yaml names
 from samu_lm.entry import launch
+from samu_lm.evaluation.command_line import quote_prompt
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="eval")
@@ -17,4 +18,5 @@ def main(cfg: DictConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = quote_prompt(sys.argv[1:])
     launch(main, "eval")

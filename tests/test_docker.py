@@ -125,7 +125,7 @@ def test_service_command_composes(service: str, script: str) -> None:
     assert entry == ["python", script]
     assert script in sources()
     if service == "eval":
-        import samu_lm.evaluation.groups  # noqa: F401  registers the open groups of eval.yaml
+        import samu_lm.evaluation.command_line  # noqa: F401  registers the open groups of eval.yaml
     overrides = definition["command"]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = compose(service, overrides=overrides, return_hydra_config=True)

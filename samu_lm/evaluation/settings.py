@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from samu_lm.config import check_config, signature_of, value_matches
 from samu_lm.data.files import launch_path
 from samu_lm.errors import ConfigError
+from samu_lm.evaluation.command_line import GROUPS
 from samu_lm.evaluation.generation import Sampling
-from samu_lm.evaluation.groups import GROUPS
 
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {  # weights, autocast
     "32-true": (torch.float32, None),
