@@ -11,17 +11,25 @@ from torch import Tensor
 
 from samu_lm.ops.common.launch import cdiv
 from samu_lm.ops.rglru.kernel_launch import OPERANDS, Call, backward, forward, row_major
-from samu_lm.ops.rglru.kernel_plan import SCAN_CHANNELS, WIDEST_BLOCK, fits, mixer_tiling, scan_tiling
+from samu_lm.ops.rglru.kernel_plan import LOGITS_CHANNELS, WIDEST_BLOCK, fits, logits_tiling, mixer_tiling
 
 
 def _mixer_call(x: Tensor, weight: Tensor, first: Tensor | None, has_state: bool) -> Call:
     blocks, w, _ = weight.shape
-    return Call(row_major(x), mixer_tiling(w), blocks, False, first is not None, has_state)
+    return Call(
+        row_major(x),
+        mixer_tiling(w, "recurrence"),
+        mixer_tiling(w, "gradient"),
+        blocks,
+        False,
+        first is not None,
+        has_state,
+    )
 
 
 def _scan_call(x: Tensor, first: Tensor | None, has_state: bool) -> Call:
-    blocks = cdiv(x.shape[2], SCAN_CHANNELS)
-    return Call(row_major(x), scan_tiling(), blocks, True, first is not None, has_state)
+    blocks = cdiv(x.shape[2], LOGITS_CHANNELS)
+    return Call(row_major(x), logits_tiling(), logits_tiling(), blocks, True, first is not None, has_state)
 
 
 def _dense(*tensors: Tensor | None) -> list[Any]:
@@ -57,7 +65,7 @@ def _mixer_forward(
 
 @_mixer_forward.register_fake
 def _(x, input_gate_weight, input_gate_bias, a_gate_weight, a_gate_bias, a_param, first, initial_state):
-    return _fake_forward(x, mixer_tiling(input_gate_weight.shape[1]).T)
+    return _fake_forward(x, mixer_tiling(input_gate_weight.shape[1], "recurrence").T)
 
 
 @torch.library.custom_op("samu_lm::rglru_mixer_backward", mutates_args=())
@@ -142,7 +150,7 @@ def _scan_forward(
 
 @_scan_forward.register_fake
 def _(x, input_gate_logits, a_gate_logits, a_param, first, initial_state):
-    return _fake_forward(x, scan_tiling().T)
+    return _fake_forward(x, logits_tiling().T)
 
 
 @torch.library.custom_op("samu_lm::rglru_scan_backward", mutates_args=())

@@ -36,20 +36,27 @@ class Call:
     """What every launch of one call shares."""
 
     x: Tensor
-    tiling: Tiling
+    recurrence: Tiling
+    gradient: Tiling
     blocks: int
     from_logits: bool
     has_first: bool
     has_state: bool
 
+    def tiling(self, kernel: str) -> Tiling:
+        """Tile of the kernel of that name in ``OPTIONS``."""
+        return self.gradient if kernel == "gradient" else self.recurrence
+
     def split(self, kernel: str) -> Split:
         """Segments for the kernel of that name in ``OPTIONS``."""
-        columns = self.x.shape[0] * self.blocks * self.tiling.slices
+        tiling = self.tiling(kernel)
+        columns = self.x.shape[0] * self.blocks * tiling.slices
         programs = OPTIONS[kernel].resident * multiprocessors(self.x.device.index)
-        return split_row(self.x.shape[1], self.tiling.T, columns, programs)
+        return split_row(self.x.shape[1], tiling.T, columns, programs)
 
-    def programs(self, split: Split) -> int:
-        return self.x.shape[0] * self.blocks * self.tiling.slices * split.segments
+    def programs(self, kernel: str, segments: int) -> int:
+        """Programs that run that many segments of every row and channel block."""
+        return self.x.shape[0] * self.blocks * self.tiling(kernel).slices * segments
 
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         batch, length, width = self.x.shape
@@ -61,7 +68,7 @@ class Call:
         if self.x.dtype == torch.float32 or self.from_logits:
             options["PICK"] = False
         return (
-            self.tiling.constants()
+            self.tiling(kernel).constants()
             | options
             | {
                 "FROM_LOGITS": self.from_logits,
@@ -101,11 +108,11 @@ def forward(
     numbers = (*call.sizes(), split.tiles, split.tiles_per_segment, split.segments)
     common = {"J": 8, "SAVE": True}
     if split.segments > 1:
-        programs = call.programs(split) // split.segments * (split.segments - 1)
+        programs = call.programs("forward_summary", split.segments - 1)
         constants = call.constants("forward_summary")
         launch(forward_kernel, programs, *pointers, state, *results, *numbers, SUMMARY=True, **common, **constants)
     constants = call.constants("forward")
-    programs = call.programs(split)
+    programs = call.programs("forward", split.segments)
     launch(forward_kernel, programs, *pointers, state, *results, *numbers, SUMMARY=False, **common, **constants)
     return y, final_state, saved
 
@@ -120,7 +127,7 @@ def backward(
     grad_final: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """grad_x, parameter gradients as one float32 vector, grad of the initial state, and of the logits where kept."""
-    x, tiling = call.x, call.tiling
+    x, tiling = call.x, call.gradient
     batch, length, width = x.shape
     blocks, w = call.blocks, tiling.w
     whole = tiling.slices == 1 and not call.from_logits
@@ -153,13 +160,13 @@ def backward(
     numbers = (*call.sizes(), *strides, split.tiles, split.tiles_per_segment, split.segments)
     if split.segments > 1:
         launch(
-            summary_kernel, call.programs(split) // split.segments * (split.segments - 1),
+            summary_kernel, call.programs("summary", split.segments - 1),
             x, a_logits, linear[2], linear[3], a_param, marks, grad_y, summaries[0], summaries[1], *numbers,
             **call.constants("summary"),
         )  # fmt: skip
     constants = call.constants("gradient")
     launch(
-        gradient_kernel, call.programs(split),
+        gradient_kernel, call.programs("gradient", split.segments),
         x, input_logits, a_logits, *linear, a_param, marks, saved, grad_y,
         a_param if grad_final is None else grad_final, summaries[0], summaries[1], grad_x,
         grad_x if grad_li is None else grad_li, grad_x if grad_la is None else grad_la, partial_weights,

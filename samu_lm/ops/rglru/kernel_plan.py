@@ -13,9 +13,10 @@ from samu_lm.ops.backend import interpreting
 from samu_lm.ops.common.launch import cdiv, next_power_of_two
 
 # Channels per program where the logits come from memory.
-SCAN_CHANNELS = 64
-# Widest gate block that the fused path takes, by activation type: float32 operands fill the shared memory sooner.
-WIDEST_BLOCK = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 128}
+LOGITS_CHANNELS = 64
+# Widest gate block that the fused path takes, by activation type. Full float32 products do not run on the tensor cores
+# and a tile of them does not fit the registers, so wider float32 blocks are projected first, by the BLAS.
+WIDEST_BLOCK = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 32}
 
 
 def fits(width_per_block: int, dtype: torch.dtype) -> bool:
@@ -53,6 +54,10 @@ OPTIONS = {
 }
 
 
+# Tokens of a tile, by the block's channels rounded up: wider tiles keep more numbers per thread than it has registers.
+TILE_TOKENS = {16: 64, 32: 64, 64: 32, 128: 32}
+
+
 @dataclass(frozen=True)
 class Tiling:
     """Shape of one program's tile; the names are the kernels' constants (legend in kernel_forward.py)."""
@@ -73,20 +78,28 @@ class Tiling:
         return {name: getattr(self, name) for name in names} | {"num_warps": self.warps}
 
 
-@lru_cache
-def mixer_tiling(w: int) -> Tiling:
-    """Tile for gate blocks of w channels: the whole block up to 128 channels, slices of 64 beyond."""
-    if w <= 128:
-        m = max(16, next_power_of_two(w))
-        groups = 4 if m >= 64 else 4 * (64 // m)
-        return Tiling(w, 1, m, 64 if m < 64 else 32, groups, 2, m, 0, 8 if m == 128 else 4)
-    return Tiling(w, cdiv(w, 64), 64, 32, 4, 2, 128, max(16, next_power_of_two(w - 128)), 4)
+# Most rows of a tile; a block of more channels is cut into slices of 64.
+LARGEST_ROWS = {"recurrence": 128, "gradient": 128}
 
 
 @lru_cache
-def scan_tiling() -> Tiling:
+def mixer_tiling(w: int, purpose: str) -> Tiling:
+    """Tile for gate blocks of w channels: the whole block where it has at most ``LARGEST_ROWS``, else slices.
+
+    ``purpose`` is ``recurrence`` (forward kernels and the backward summary) or ``gradient``; their T agree.
+    """
+    whole = max(16, next_power_of_two(w))
+    m = whole if whole <= LARGEST_ROWS[purpose] else 64
+    k1 = whole if whole <= 128 else 128
+    k2 = 0 if w <= k1 else max(16, next_power_of_two(w - k1))
+    groups = 4 if m >= 64 else 4 * (64 // m)
+    return Tiling(w, cdiv(w, m), m, TILE_TOKENS[min(whole, 128)], groups, 2, k1, k2, 8 if m == 128 else 4)
+
+
+@lru_cache
+def logits_tiling() -> Tiling:
     """Tile where the logits come from memory: loads put rows of tokens across 16 groups of threads."""
-    return Tiling(SCAN_CHANNELS, 1, SCAN_CHANNELS, 64, 16, 1, 16, 0, 4)
+    return Tiling(LOGITS_CHANNELS, 1, LOGITS_CHANNELS, 64, 16, 1, 16, 0, 4)
 
 
 @lru_cache
