@@ -1,0 +1,26 @@
+"""Callbacks of a training run, one job each."""
+
+from samu_lm.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from samu_lm.training.callbacks.gradient_norm import GradientNorm, NonFiniteGradientError
+from samu_lm.training.callbacks.learning_rate import LearningRate
+from samu_lm.training.callbacks.memory import Memory
+from samu_lm.training.callbacks.mfu import ModelFlopsUtilisation
+from samu_lm.training.callbacks.progress import PlainProgress
+from samu_lm.training.callbacks.rng import RandomState
+from samu_lm.training.callbacks.stop import GracefulStop, StopOnSignal
+from samu_lm.training.callbacks.throughput import Throughput
+
+__all__ = [
+    "BestCheckpoint",
+    "GracefulStop",
+    "GradientNorm",
+    "LastCheckpoint",
+    "LearningRate",
+    "Memory",
+    "ModelFlopsUtilisation",
+    "NonFiniteGradientError",
+    "PlainProgress",
+    "RandomState",
+    "StopOnSignal",
+    "Throughput",
+]

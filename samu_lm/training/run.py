@@ -1,0 +1,299 @@
+"""One training run from a composed config: checks, data, model, training, results.
+
+The path of a newcomer: here what is built and in which order, `module.py` for the loss and the optimizer step,
+`samu_lm.data.packing` for the data's order, `samu_lm.model.lm` for the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from lightning.pytorch.callbacks import Callback, Checkpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from samu_lm.config import check_config, signature_of
+from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
+from samu_lm.entry import job_errors
+from samu_lm.errors import ConfigError, SamuLMError
+from samu_lm.training.callbacks import BestCheckpoint
+from samu_lm.training.checkpoint_io import AtomicCheckpointIO
+from samu_lm.training.curve import draw_curve
+from samu_lm.training.loggers import CSVLogger, ResumePoint
+from samu_lm.training.loop import make_exact, validation_owed
+from samu_lm.training.module import TrainingModule
+from samu_lm.training.optimizer import AdamW
+from samu_lm.training.record import write_json, write_record
+from samu_lm.training.resume import check_weights, find_checkpoint, merge_config
+from samu_lm.training.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+GROUPS = ("model", "data", "tokenizer", "optimizer", "schedule", "trainer", "callbacks", "logger")
+TOP_LEVEL: dict[str, None] = dict.fromkeys((*GROUPS, "seed", "compile", "resume"))
+
+
+@dataclass
+class Plan:
+    """A checked run: everything that can be known before data is read.
+
+    Attributes:
+        cfg: the config that holds, the checkpoint's included.
+        run_dir: the run's folder, absolute.
+        trainer: Lightning's trainer with callbacks and loggers.
+        data: the data module, nothing read yet.
+        optimizer: AdamW's settings.
+        schedule: the learning rate's schedule.
+        checkpoint: the file to go on from.
+        step: the checkpoint's optimizer step, 0 for a new run.
+    """
+
+    cfg: DictConfig
+    run_dir: Path
+    trainer: pl.Trainer
+    data: LMDataModule
+    optimizer: AdamW
+    schedule: Schedule
+    checkpoint: Path | None = None
+    step: int = 0
+
+    def config(self) -> dict[str, Any]:
+        """The config as plain values; how the run was resumed is not part of it."""
+        config = OmegaConf.to_container(self.cfg, resolve=True)
+        assert isinstance(config, dict)
+        return {str(key): value for key, value in config.items()} | {"resume": None}
+
+
+def train(cfg: DictConfig) -> float | None:
+    """The task of train.py: trains, and returns the last validation loss for sweepers that optimise it."""
+    hydra = HydraConfig.get()
+    for name in ("lightning.pytorch", "lightning.fabric"):  # their advice is not about this program
+        logging.getLogger(name).setLevel(logging.WARNING)
+    overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    with job_errors():
+        results = run(cfg, Path(hydra.runtime.output_dir), overrides)  # type: ignore[arg-type]
+    loss = results.get("val/loss")
+    return None if loss is None else float(loss)
+
+
+def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None = None) -> dict[str, Any]:
+    """Checks a config and trains with it.
+
+    Args:
+        cfg: the composed config, without Hydra's own node.
+        run_dir: folder of the run.
+        overrides: what the command line set; None takes every key as set by the user (it matters to a resumed run).
+
+    Returns:
+        What ``results.json`` holds.
+
+    Raises:
+        ConfigError: before data is read, memory taken or a file of an existing run touched.
+    """
+    plan = make_plan(cfg, run_dir.absolute(), overrides)
+    if plan.checkpoint is not None and 0 <= plan.trainer.max_steps <= plan.step:
+        log.info("nothing to do: %s is at step %d of %d", plan.checkpoint, plan.step, plan.trainer.max_steps)
+        return {"status": "completed", "global_step": plan.step}
+    folder = plan.run_dir if plan.checkpoint is None else plan.run_dir / "resumed" / f"step-{plan.step}"
+    if plan.trainer.is_global_zero:
+        write_record(folder, plan.config(), overrides or [])
+    module = build_module(plan)
+    fit(plan, module)
+    results = collect_results(plan, module)
+    if plan.trainer.is_global_zero:
+        write_json(plan.run_dir / "results.json", results)
+        for logger in plan.trainer.loggers:
+            if isinstance(logger, CSVLogger) and draw_curve(logger.path, plan.run_dir / "curve.png"):
+                log.info("training curve: %s", plan.run_dir / "curve.png")
+    return results
+
+
+# -- checks: nothing is read, allocated or written --------------------------------------------------------------------
+
+
+def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -> Plan:
+    """Checks a config as far as that goes without the data, and builds what is light.
+
+    Raises:
+        ConfigError: the first fault found.
+    """
+    check(cfg)
+    path, checkpoint = None, None
+    if cfg.resume is not None:
+        path, checkpoint = find_checkpoint(cfg.resume, run_dir)
+        composed = OmegaConf.to_container(cfg, resolve=True)
+        merged = merge_config(composed, checkpoint["samu_lm"]["config"], overrides)  # type: ignore[arg-type]
+        cfg = OmegaConf.create(merged)
+        check(cfg)
+    else:
+        refuse_overwriting(run_dir)
+    check_writable(run_dir)
+    optimizer, schedule = build(cfg.optimizer), build(cfg.schedule)
+    max_steps = cfg.trainer.get("max_steps")
+    schedule.check(max_steps if max_steps is not None and max_steps > 0 else None)
+    tokenizer = _tokenizer(cfg, checkpoint)
+    data = build(cfg.data, tokenizer=tokenizer)
+    data.check()
+    check_model(cfg, tokenizer, path, checkpoint)
+    point = None if checkpoint is None else ResumePoint(checkpoint["global_step"], validation_owed(checkpoint))
+    trainer = build_trainer(cfg, run_dir, point)
+    return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, point.step if point else 0)
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuses unknown keys, values of a wrong type and missing interpolations, by name."""
+    known = cfg.copy()
+    if OmegaConf.select(known, "model._target_") and OmegaConf.select(known, "model.vocab_size") is None:
+        known.model.vocab_size = 1  # null is the tokenizer's
+    check_config(known, TOP_LEVEL)
+    seed = cfg.get("seed")
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigError("seed", seed, "must be a whole number from 0 to 4294967295")
+    if not isinstance(cfg.get("compile"), bool):
+        raise ConfigError("compile", cfg.get("compile"), "must be true or false")
+    if not isinstance(cfg.get("resume"), str | None):
+        raise ConfigError("resume", cfg.resume, "must be last, a checkpoint's path, or null")
+    for group in ("model", "data", "tokenizer", "optimizer", "schedule", "trainer"):
+        if not isinstance(cfg.get(group), DictConfig) or "_target_" not in cfg[group]:
+            raise ConfigError(group, cfg.get(group), f"must be one of configs/{group}")
+
+
+def refuse_overwriting(run_dir: Path) -> None:
+    """Refuses to start a new run over the checkpoints of an old one."""
+    if found := sorted((run_dir / "checkpoints").glob("*.ckpt")):
+        remedy = f"holds a run's {found[-1].name}; add resume=last to go on with it, or choose another folder"
+        raise ConfigError("hydra.run.dir", run_dir, remedy)
+
+
+def check_writable(run_dir: Path) -> None:
+    """Refuses a run folder in which no file can be written."""
+    folder = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError("hydra.run.dir", run_dir, f"cannot be written ({folder}); choose another folder")
+
+
+def _tokenizer(cfg: DictConfig, checkpoint: Mapping[str, Any] | None) -> Tokenizer:
+    if checkpoint is not None:
+        return tokenizer_from_state(checkpoint["samu_lm"]["tokenizer"])
+    tokenizer: Tokenizer = build(cfg.tokenizer)
+    tokenizer.check()
+    return tokenizer
+
+
+def check_model(
+    cfg: DictConfig, tokenizer: Tokenizer, path: Path | None, checkpoint: Mapping[str, Any] | None
+) -> None:
+    """Builds the model without memory for its weights, so that sizes which do not fit each other are found now."""
+    vocab_size = tokenizer.vocab_size if tokenizer.is_trained else cfg.model.vocab_size or cfg.tokenizer.vocab_size
+    with torch.device("meta"):
+        model = build_model(cfg, vocab_size)
+    if path is not None and checkpoint is not None:
+        check_weights(path, checkpoint, model)
+
+
+def build_model(cfg: DictConfig, vocab_size: int) -> nn.Module:
+    """The model of a config; ``model.vocab_size: null`` is the tokenizer's.
+
+    Raises:
+        ConfigError: sizes that do not fit each other, or a vocabulary smaller than the tokenizer's.
+    """
+    own = cfg.model.vocab_size
+    if own is not None and own < vocab_size:
+        raise ConfigError("model.vocab_size", own, f"must be at least the tokenizer's {vocab_size}, or null")
+    try:
+        return build(cfg.model, vocab_size=own or vocab_size)
+    except (ValueError, TypeError) as error:
+        argument, _, rest = str(error).partition("=")
+        value, _, remedy = rest.partition(": ")
+        if isinstance(error, SamuLMError) or not remedy:
+            raise
+        raise ConfigError(f"model.{argument}", value, remedy) from error
+
+
+def build_trainer(cfg: DictConfig, run_dir: Path, point: ResumePoint | None) -> pl.Trainer:
+    """Lightning's trainer with the config's callbacks and loggers, the exact epoch loop and atomic checkpoints."""
+    terminal = sys.stdout.isatty()
+    own = {"run_dir": str(run_dir), "resumed": point, "terminal": terminal}
+    callbacks: list[Callback] = [_instantiate_part(node, own) for node in (cfg.callbacks or {}).values()]
+    loggers = [_instantiate_part(node, own) for node in (cfg.logger or {}).values()]
+    given = dict(cfg.trainer)
+    try:
+        trainer: pl.Trainer = build(
+            cfg.trainer,
+            callbacks=callbacks,
+            logger=loggers or False,
+            plugins=[AtomicCheckpointIO()],
+            default_root_dir=str(run_dir),
+            enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
+            enable_progress_bar=terminal if given.get("enable_progress_bar") is None else given["enable_progress_bar"],
+        )
+    except (MisconfigurationException, ValueError, TypeError) as error:
+        settings = ", ".join(f"{name}={value}" for name, value in given.items() if name != "_target_")
+        raise ConfigError("trainer", f"{{{settings}}}", f"Lightning refuses it: {error}") from error
+    return make_exact(trainer)
+
+
+def _instantiate_part(node: DictConfig, own: Mapping[str, Any]) -> Any:
+    """A callback or logger, given those of the run's own values that its constructor takes."""
+    parameters, _ = signature_of(get_object(node["_target_"]))
+    return build(node, **{name: value for name, value in own.items() if name in parameters})
+
+
+def build(node: DictConfig, **arguments: Any) -> Any:
+    """Instantiates a node; what its constructor raises comes through as it is."""
+    try:
+        return instantiate(node, **arguments)
+    except InstantiationException as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+def build_module(plan: Plan) -> TrainingModule:
+    """Reads the data, then builds the model from the seed."""
+    plan.data.setup("fit")
+    pl.seed_everything(plan.cfg.seed, workers=True, verbose=False)
+    tokenizer = plan.data.tokenizer
+    model = build_model(plan.cfg, tokenizer.vocab_size)
+    parameters = sum(p.numel() for p in model.parameters())
+    log.info("model: %s parameters, vocabulary of %d", f"{parameters:,}", tokenizer.vocab_size)
+    return TrainingModule(model, plan.optimizer, plan.schedule, tokenizer, plan.config(), compile=plan.cfg.compile)
+
+
+def fit(plan: Plan, module: TrainingModule) -> None:
+    """Trains; where the run goes on from a checkpoint, from there."""
+    if plan.checkpoint is not None:
+        log.info("resuming from %s at step %d", plan.checkpoint, plan.step)
+    plan.trainer.fit(module, datamodule=plan.data, ckpt_path=plan.checkpoint, weights_only=True)
+
+
+def collect_results(plan: Plan, module: TrainingModule) -> dict[str, Any]:
+    """The run's outcome, for ``results.json`` and a sweep's table."""
+    trainer = plan.trainer
+    results: dict[str, Any] = {"status": "completed", "global_step": trainer.global_step}
+    for name in ("train/loss", "val/loss", "val/bits_per_byte"):
+        if name in trainer.callback_metrics:
+            results[name] = float(trainer.callback_metrics[name])
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, BestCheckpoint):
+            results["best/val/loss"], results["best/step"] = callback.best, callback.best_step
+    results["targets_seen"] = module.targets_seen
+    results["row_tokens_seen"] = module.row_tokens_seen
+    results["rows_consumed"] = plan.data.rows_consumed
+    results["parameters"] = sum(p.numel() for p in module.model.parameters())
+    return results
