@@ -99,11 +99,13 @@ def compile_only(capability: int = 90) -> Iterator[list[tuple[str, Any]]]:
             seen.add(id(result))
             compiled.append((kernel.__name__, result))
 
-    triton.runtime.driver.set_active(_FakeDriver(capability))
+    driver = triton.runtime.driver
+    before = driver._active
+    driver.set_active(_FakeDriver(capability))
     _compiling = True
     try:
         with observe(compile_one):
             yield compiled
     finally:
         _compiling = False
-        triton.runtime.driver.reset_active()
+        driver._active = before

@@ -9,40 +9,51 @@ and m is what passes from chunk to chunk, last to first. From it, with p_t = a_t
 
     grad x_t = gamma g_t,   grad log|a_t| = Re(conj(g_t) p_t),   grad arg a_t = Im(g_t conj(p_t)),
     grad gamma = sum over t of Re(conj(g_t) x_t)
+
+States are kept over gamma and adjoints times gamma: their products, which are all that is needed, stay what they are,
+and grad x is the adjoint itself.
 """
+
+# Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
+# ruff: noqa: RUF005
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
 from samu_lm.ops.samu.kernel_controls import token_gradients
 from samu_lm.ops.samu.kernel_scan import (
-    carried,
+    advance,
+    kept_state,
+    lanes_of,
     load_modes,
     load_pair,
     load_record,
     load_row,
     store_pair,
     transition,
+    widen,
 )
 from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, MODE_ROWS, NU2, SIN
 
 
 @triton.jit
-def _load_signs(word, modes, mask, M, EVEN: tl.constexpr):
-    re, im = load_pair(word, modes, mask, M, EVEN)
-    return re.to(tl.int32, bitcast=True), im.to(tl.int32, bitcast=True)
+def _load_signs(signs, token, M, modes, mask, STEP: tl.constexpr, WORD: tl.constexpr, EVEN: tl.constexpr):
+    """Rectifier bits of STEP tokens from token on, the last token's lowest."""
+    re, im = load_pair(signs + token // WORD * (2 * M), modes, mask, M, EVEN)
+    shift = WORD - STEP - (token % WORD).to(tl.int32)
+    return re.to(tl.int32, bitcast=True) >> shift, im.to(tl.int32, bitcast=True) >> shift
 
 
 @triton.jit
-def _through(grad, bits, j: tl.constexpr):
+def _through(grad, bits, bit: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """The incoming gradient of an output that the rectifier let through, else 0."""
-    return tl.where((bits & (1 << j)) != 0, grad.to(tl.float32), 0.0)
+    return tl.where((bits & (1 << bit)) != 0, widen(grad, BLOCK, PACKED), 0.0)
 
 
 @triton.jit
-def _message(a_re, a_im, g_re, g_im, m_re, m_im, stretch, inside, TAIL: tl.constexpr):
+def _message(a_re, a_im, g_re, g_im, m_re, m_im, forget, inside, TAIL: tl.constexpr):
     """conj(a_t) g_t for the token before; 0 across a first token; past the end it passes unchanged."""
-    forget = stretch < 0
     next_re = tl.where(forget, 0.0, a_re * g_re + a_im * g_im)
     next_im = tl.where(forget, 0.0, a_re * g_im - a_im * g_re)
     if TAIL:
@@ -62,7 +73,7 @@ def chunk_adjoints_kernel(
     length,
     row_chunks,
     chunks,
-    M,
+    M: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     WORD: tl.constexpr,
@@ -71,6 +82,7 @@ def chunk_adjoints_kernel(
     HAS_FINAL: tl.constexpr,
     EVEN: tl.constexpr,
     TAIL: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Message that leaves each chunk but a row's first, started from zero (a row's last: from grad_final_state)."""
     pid = tl.program_id(0)
@@ -79,46 +91,52 @@ def chunk_adjoints_kernel(
     chunk = b * row_chunks + c
     modes = (pid % MODE_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = modes < M
+    lanes, lane_mask = lanes_of(pid % MODE_BLOCKS, M, BLOCK, PACKED)
     nu2 = load_modes(table, NU2, modes, mask, M, EVEN)
     cos = load_modes(table, COS, modes, mask, M, EVEN)
     sin = load_modes(table, SIN, modes, mask, M, EVEN)
+    gamma = load_modes(table, GAMMA, modes, mask, M, EVEN)
     m_re = tl.zeros([BLOCK], tl.float32)
     m_im = tl.zeros([BLOCK], tl.float32)
     if HAS_FINAL:
         own = grad_final_state + b.to(tl.int64) * (2 * M)
-        m_re = tl.load(own + modes, mask=mask & (c == row_chunks - 1), other=0.0).to(tl.float32)
-        m_im = tl.load(own + M + modes, mask=mask & (c == row_chunks - 1), other=0.0).to(tl.float32)
+        m_re = tl.load(own + modes, mask=mask & (c == row_chunks - 1), other=0.0).to(tl.float32) * gamma
+        m_im = tl.load(own + M + modes, mask=mask & (c == row_chunks - 1), other=0.0).to(tl.float32) * gamma
     plane = chunks.to(tl.int64) * CHUNK
     for back in range(STEP, CHUNK + STEP, STEP):
         start = CHUNK - back
         t = c * CHUNK + start
         row = grad_y + (b.to(tl.int64) * length + t) * (2 * M)
         record = records + chunk.to(tl.int64) * CHUNK + start
-        word = signs + (chunk.to(tl.int64) * (CHUNK // WORD) + start // WORD) * (2 * M)
-        bits_re, bits_im = _load_signs(word, modes, mask, M, EVEN)
-        bits_re = bits_re >> (start % WORD)
-        bits_im = bits_im >> (start % WORD)
+        bits_re, bits_im = _load_signs(signs, chunk.to(tl.int64) * CHUNK + start, M, modes, mask, STEP, WORD, EVEN)
         rows = ()
         for j in tl.static_range(STEP):
-            rows = rows + (load_row(row + j * (2 * M), modes, mask, t + j < length, M, EVEN, TAIL),)
+            rows = rows + (load_row(row + j * (2 * M), lanes, lane_mask, t + j < length, M, EVEN, TAIL, PACKED),)
         for j in tl.static_range(STEP - 1, -1, -1):
-            stretch, turn_cos, turn_sin = load_record(record + j, plane)
+            stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
             a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
             dy_re, dy_im = rows[j]
-            g_re = _through(dy_re, bits_re, j) + m_re
-            g_im = _through(dy_im, bits_im, j) + m_im
-            m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, stretch, t + j < length, TAIL)
+            g_re = gamma * _through(dy_re, bits_re, STEP - 1 - j, BLOCK, PACKED) + m_re
+            g_im = gamma * _through(dy_im, bits_im, STEP - 1 - j, BLOCK, PACKED) + m_im
+            m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, forget, t + j < length, TAIL)
     store_pair(adjoints + chunk.to(tl.int64) * (2 * M), m_re, m_im, modes, mask, M, EVEN)
+
+
+@triton.jit
+def _within_thread(values, BLOCK: tl.constexpr, PER_THREAD: tl.constexpr):
+    """Sums of neighbours that one thread holds: free of any exchange, and fewer registers to keep."""
+    if PER_THREAD == 1:
+        return values
+    return tl.sum(tl.reshape(values, [BLOCK // PER_THREAD, PER_THREAD]), axis=1)
 
 
 @triton.jit
 def _stack(values, COUNT: tl.constexpr, LEVELS: tl.constexpr):
     """COUNT vectors as one tensor, vector k at index k of the trailing axes of size 2, most significant bit first."""
     for level in tl.static_range(LEVELS):
-        half: tl.constexpr = COUNT >> (level + 1)
         joined = ()
-        for k in tl.static_range(half):
-            joined = joined + (tl.join(values[k], values[k + half]),)
+        for k in tl.static_range(COUNT >> (level + 1)):
+            joined = joined + (tl.join(values[k], values[k + (COUNT >> (level + 1))]),)
         values = joined
     return values[0]
 
@@ -158,9 +176,9 @@ def gradients_kernel(
     length,
     row_chunks,
     chunks,
-    M,
     stride_b,
-    stride_t,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     LEVELS: tl.constexpr,
@@ -168,12 +186,15 @@ def gradients_kernel(
     WORD: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE_BLOCKS: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     FUSED: tl.constexpr,
+    REBUILD: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     EVEN: tl.constexpr,
     TAIL: tl.constexpr,
     FLIP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Gradients of one chunk and one block of modes, STEP tokens at a time from the last to the first.
 
@@ -191,6 +212,7 @@ def gradients_kernel(
     c = chunk % row_chunks
     modes = part * BLOCK + tl.arange(0, BLOCK)
     mask = modes < M
+    lanes, lane_mask = lanes_of(part, M, BLOCK, PACKED)
     nu2 = load_modes(table, NU2, modes, mask, M, EVEN)
     cos = load_modes(table, COS, modes, mask, M, EVEN)
     sin = load_modes(table, SIN, modes, mask, M, EVEN)
@@ -201,15 +223,13 @@ def gradients_kernel(
     m_im = tl.load(own + M + modes, mask=mask & (c < row_chunks - 1), other=0.0)
     if HAS_FINAL:
         own = grad_final_state + b.to(tl.int64) * (2 * M)
-        m_re += tl.load(own + modes, mask=mask & last, other=0.0).to(tl.float32)
-        m_im += tl.load(own + M + modes, mask=mask & last, other=0.0).to(tl.float32)
+        m_re += tl.load(own + modes, mask=mask & last, other=0.0).to(tl.float32) * gamma
+        m_im += tl.load(own + M + modes, mask=mask & last, other=0.0).to(tl.float32) * gamma
     by_radius = tl.zeros([BLOCK], tl.float32)
     by_angle = tl.zeros([BLOCK], tl.float32)
     by_gamma = tl.zeros([BLOCK], tl.float32)
     if FUSED:
         unit = table + MODE_ROWS * M
-        phase_re, phase_im = load_pair(unit, modes, mask, M, EVEN)
-        radial_re, radial_im = load_pair(unit + 2 * M + 1, modes, mask, M, EVEN)
         sum_phase_re = tl.zeros([BLOCK], tl.float32)
         sum_phase_im = tl.zeros([BLOCK], tl.float32)
         sum_radial_re = tl.zeros([BLOCK], tl.float32)
@@ -221,93 +241,96 @@ def gradients_kernel(
         start = CHUNK - back
         t = c * CHUNK + start
         record = records + token + start
-        row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t
+        row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
         grad_row = (b.to(tl.int64) * length + t) * (2 * M)
         saved = saved_states + (token + start) // SAVE_EVERY * (2 * M)
         h_re, h_im = load_pair(saved, modes, mask, M, EVEN)
         if SAVE_EVERY > STEP:
             # The saved state lies some steps back: walk up to this one without keeping anything.
             skipped = start % SAVE_EVERY
-            early = row - skipped * stride_t
+            early = row - skipped * STRIDE_T
             early_record = record - skipped
             for walked in range(0, skipped, STEP):
                 for j in tl.static_range(STEP):
                     inside = t - skipped + walked + j < length
-                    x_re, x_im = load_row(early + j * stride_t, modes, mask, inside, M, EVEN, TAIL)
-                    stretch, turn_cos, turn_sin = load_record(early_record + j, plane)
+                    x_re, x_im = load_row(early + j * STRIDE_T, lanes, lane_mask, inside, M, EVEN, TAIL, PACKED)
+                    stretch, turn_cos, turn_sin, forget = load_record(early_record + j, plane)
                     a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
-                    p_re, p_im = carried(a_re, a_im, h_re, h_im, stretch)
-                    h_re = p_re + gamma * x_re.to(tl.float32)
-                    h_im = p_im + gamma * x_im.to(tl.float32)
-                early += STEP * stride_t
+                    x_re, x_im = widen(x_re, BLOCK, PACKED), widen(x_im, BLOCK, PACKED)
+                    h_re, h_im = advance(a_re, a_im, h_re, h_im, x_re, x_im, forget)
+                early += STEP * STRIDE_T
                 early_record += STEP
-        word = signs + (token + start) // WORD * (2 * M)
-        bits_re, bits_im = _load_signs(word, modes, mask, M, EVEN)
-        bits_re = bits_re >> (start % WORD)
-        bits_im = bits_im >> (start % WORD)
+        bits_re, bits_im = _load_signs(signs, token + start, M, modes, mask, STEP, WORD, EVEN)
         rows = ()
         grads = ()
         for j in tl.static_range(STEP):
-            rows = rows + (load_row(row + j * stride_t, modes, mask, t + j < length, M, EVEN, TAIL),)
-        for j in tl.static_range(STEP):
-            dy_row = grad_y + grad_row + j * (2 * M)
-            grads = grads + (load_row(dy_row, modes, mask, t + j < length, M, EVEN, TAIL),)
+            rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, t + j < length, M, EVEN, TAIL, PACKED),)
         carried_states = ()
         for j in tl.static_range(STEP):
-            stretch, turn_cos, turn_sin = load_record(record + j, plane)
+            stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
             a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
-            p_re, p_im = carried(a_re, a_im, h_re, h_im, stretch)
+            h_re, h_im = kept_state(h_re, h_im, forget)
+            p_re = a_re * h_re - a_im * h_im
+            p_im = a_re * h_im + a_im * h_re
             x_re, x_im = rows[j]
-            h_re = p_re + gamma * x_re.to(tl.float32)
-            h_im = p_im + gamma * x_im.to(tl.float32)
+            h_re = p_re + widen(x_re, BLOCK, PACKED)
+            h_im = p_im + widen(x_im, BLOCK, PACKED)
             carried_states = carried_states + ((p_re, p_im),)
+        for j in tl.static_range(STEP):
+            dy_row = grad_y + grad_row + j * (2 * M)
+            grads = grads + (load_row(dy_row, lanes, lane_mask, t + j < length, M, EVEN, TAIL, PACKED),)
+        if REBUILD:
+            # Without this the compiler keeps the transitions of the replay for the way back, and spills.
+            tl.debug_barrier()
         radius_sums = ()
         angle_sums = ()
         x_grads = ()
-        for k in tl.static_range(STEP):
-            j: tl.constexpr = STEP - 1 - k
-            stretch, turn_cos, turn_sin = load_record(record + j, plane)
+        for j in tl.static_range(STEP - 1, -1, -1):
+            stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
             a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
             dy_re, dy_im = grads[j]
             x_re, x_im = rows[j]
             p_re, p_im = carried_states[j]
-            g_re = _through(dy_re, bits_re, j) + m_re
-            g_im = _through(dy_im, bits_im, j) + m_im
+            g_re = gamma * _through(dy_re, bits_re, STEP - 1 - j, BLOCK, PACKED) + m_re
+            g_im = gamma * _through(dy_im, bits_im, STEP - 1 - j, BLOCK, PACKED) + m_im
             radius = g_re * p_re + g_im * p_im
             angle = g_im * p_re - g_re * p_im
             by_radius += stretch * radius
             by_angle += angle
-            by_gamma += g_re * x_re.to(tl.float32) + g_im * x_im.to(tl.float32)
-            radius_sums = (nu2 * radius,) + radius_sums
-            angle_sums = (angle,) + angle_sums
+            by_gamma += g_re * widen(x_re, BLOCK, PACKED) + g_im * widen(x_im, BLOCK, PACKED)
+            radius_sums = (_within_thread(nu2 * radius, BLOCK, PER_THREAD),) + radius_sums
+            angle_sums = (_within_thread(angle, BLOCK, PER_THREAD),) + angle_sums
             if FUSED:
-                x_grads = ((gamma * g_re, gamma * g_im),) + x_grads
+                x_grads = ((g_re, g_im),) + x_grads
             else:
                 out = grad_x + grad_row + j * (2 * M)
-                dx_re = (gamma * g_re).to(grad_x.dtype.element_ty)
-                dx_im = (gamma * g_im).to(grad_x.dtype.element_ty)
+                dx_re = g_re.to(grad_x.dtype.element_ty)
+                dx_im = g_im.to(grad_x.dtype.element_ty)
                 if EVEN and not TAIL:
                     tl.store(out + modes, dx_re)
                     tl.store(out + M + modes, dx_im)
                 else:
                     tl.store(out + modes, dx_re, mask=mask & (t + j < length))
                     tl.store(out + M + modes, dx_im, mask=mask & (t + j < length))
-            m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, stretch, t + j < length, TAIL)
-        radius_totals = _unstack(tl.sum(_stack(radius_sums, STEP, LEVELS), axis=0), LEVELS)
-        angle_totals = _unstack(tl.sum(_stack(angle_sums, STEP, LEVELS), axis=0), LEVELS)
+            m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, forget, t + j < length, TAIL)
+        stacked = _stack(radius_sums + angle_sums, 2 * STEP, LEVELS + 1)
+        totals = _unstack(tl.sum(stacked, axis=0), LEVELS + 1)
         for j in tl.static_range(STEP):
-            tl.store(out_sums + start + j, radius_totals[j])
-            tl.store(out_sums + plane + start + j, angle_totals[j])
+            tl.store(out_sums + start + j, totals[j])
+            tl.store(out_sums + plane + start + j, totals[STEP + j])
         if FUSED:
+            # Read again each time: there are no registers to keep them in.
+            phase_re, phase_im = load_pair(unit, modes, mask, M, EVEN)
+            radial_re, radial_im = load_pair(unit + 2 * M + 1, modes, mask, M, EVEN)
             for j in tl.static_range(STEP):
-                by_phase = angle_totals[j] * tl.load(record + 3 * plane + j)
-                by_radial = radius_totals[j] * tl.load(record + 4 * plane + j)
+                by_phase = totals[STEP + j] * tl.load(record + 3 * plane + j)
+                by_radial = totals[j] * tl.load(record + 4 * plane + j)
                 dx_re, dx_im = x_grads[j]
                 x_re, x_im = rows[j]
-                sum_phase_re += by_phase * x_re.to(tl.float32)
-                sum_phase_im += by_phase * x_im.to(tl.float32)
-                sum_radial_re += by_radial * x_re.to(tl.float32)
-                sum_radial_im += by_radial * x_im.to(tl.float32)
+                sum_phase_re += by_phase * widen(x_re, BLOCK, PACKED)
+                sum_phase_im += by_phase * widen(x_im, BLOCK, PACKED)
+                sum_radial_re += by_radial * widen(x_re, BLOCK, PACKED)
+                sum_radial_im += by_radial * widen(x_im, BLOCK, PACKED)
                 dx_re += by_phase * phase_re + by_radial * radial_re
                 dx_im += by_phase * phase_im + by_radial * radial_im
                 out = grad_x + grad_row + j * (2 * M)
@@ -322,7 +345,7 @@ def gradients_kernel(
     partial = spectrum_partials + chunk.to(tl.int64) * (3 * M)
     tl.store(partial + modes, by_radius, mask=mask)
     tl.store(partial + M + modes, by_angle, mask=mask)
-    tl.store(partial + 2 * M + modes, by_gamma, mask=mask)
+    tl.store(partial + 2 * M + modes, by_gamma / gamma, mask=mask)
     if FUSED:
         partial = direction_partials + chunk.to(tl.int64) * (4 * M)
         store_pair(partial, sum_phase_re, sum_phase_im, modes, mask, M, EVEN)
@@ -342,4 +365,4 @@ def gradients_kernel(
             CHUNK,
         )
     if HAS_INITIAL and c == 0:
-        store_pair(grad_initial_state + b.to(tl.int64) * (2 * M), m_re, m_im, modes, mask, M, EVEN)
+        store_pair(grad_initial_state + b.to(tl.int64) * (2 * M), m_re / gamma, m_im / gamma, modes, mask, M, EVEN)

@@ -2,8 +2,8 @@
 
 Shapes: x ``[B, L, W]``; token records ``[rows, B * P]`` float32, P = chunks * C the padded length of a row:
 
-    row 0    exp(eta), or -1 at a first token and past the end (it marks "forget the old state")
-    rows 1-2 cos(delta), sin(delta)
+    row 0    exp(eta), 0 at a first token and past the end
+    rows 1-2 cos(delta), sin(delta); a cosine of 2 marks "forget the old state" there
     rows 3-4 d logit / d delta and d logit / d (sum over modes of (-nu / log 2) Re(conj(g) p)), for the backward pass
     rows 5-6 the logits [x, 1] . unit(direction), phase and radial
 
@@ -11,11 +11,15 @@ Chunk records ``[3, B * chunks]``: sum of exp(eta), or -1 if the chunk holds a f
 delta: with them a chunk's product of transitions is a closed form.
 """
 
+# Device code is Triton's language, not Python's: values have no Python types.
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
 from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS, tanh
 
+FORGET = tl.constexpr(2.0)  # in the place of a cosine
 LN_2 = tl.constexpr(0.6931471805599453)
 MAX_ETA = tl.constexpr(80.0)
 
@@ -61,8 +65,9 @@ def _token_records(records, plane, scalars, valid, first, SAVE: tl.constexpr, TO
     delta = phase_scale * p
     spread = 1 + s * s
     stretch = tl.exp(radial_scale * s / spread)
-    tl.store(records + i, tl.where(valid & (first == 0), stretch, -1.0))
-    tl.store(records + plane + i, tl.cos(delta))
+    keep = valid & (first == 0)
+    tl.store(records + i, tl.where(keep, stretch, 0.0))
+    tl.store(records + plane + i, tl.where(keep, tl.cos(delta), FORGET))
     tl.store(records + 2 * plane + i, tl.sin(delta))
     if SAVE:
         slope = (1 - s * s) / spread
@@ -89,9 +94,9 @@ def controls_kernel(
     length,
     row_chunks,
     chunks,
-    M,
     stride_b,
-    stride_t,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -105,10 +110,10 @@ def controls_kernel(
     start = (chunk % row_chunks) * CHUNK
     plane = chunks.to(tl.int64) * CHUNK
     own = records + chunk.to(tl.int64) * CHUNK
-    x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t
+    x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * STRIDE_T
     for r in range(0, CHUNK, ROWS):
         valid = start + r + tl.arange(0, ROWS) < length
-        _logits(x_row + r * stride_t, table, own + r, plane, valid, M, stride_t, ROWS, BLOCK, EVEN)
+        _logits(x_row + r * STRIDE_T, table, own + r, plane, valid, M, STRIDE_T, ROWS, BLOCK, EVEN)
     # The logits were reduced a tile at a time; below, each thread takes a token of its own.
     tl.debug_barrier()
     tokens = start + tl.arange(0, CHUNK)
@@ -150,8 +155,9 @@ def given_controls_kernel(
     angle = tl.load(delta + at, mask=valid, other=0.0).to(tl.float32)
     plane = chunks.to(tl.int64) * CHUNK
     own = records + chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    tl.store(own, tl.where(valid & (flags == 0), stretch, -1.0))
-    tl.store(own + plane, tl.cos(angle))
+    keep = valid & (flags == 0)
+    tl.store(own, tl.where(keep, stretch, 0.0))
+    tl.store(own + plane, tl.where(keep, tl.cos(angle), FORGET))
     tl.store(own + 2 * plane, tl.sin(angle))
     _chunk_record(chunk_records, chunk, chunks, tl.sum(tl.where(valid, stretch, 0.0)), tl.sum(angle), tl.sum(flags))
 
@@ -166,9 +172,9 @@ def public_controls_kernel(
     length,
     row_chunks,
     chunks,
-    M,
     stride_b,
-    stride_t,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -180,10 +186,10 @@ def public_controls_kernel(
     start = (chunk % row_chunks) * CHUNK
     plane = chunks.to(tl.int64) * CHUNK
     own = records + chunk.to(tl.int64) * CHUNK
-    x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t
+    x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * STRIDE_T
     for r in range(0, CHUNK, ROWS):
         valid = start + r + tl.arange(0, ROWS) < length
-        _logits(x_row + r * stride_t, table, own + r, plane, valid, M, stride_t, ROWS, BLOCK, EVEN)
+        _logits(x_row + r * STRIDE_T, table, own + r, plane, valid, M, STRIDE_T, ROWS, BLOCK, EVEN)
     tl.debug_barrier()
     i = tl.arange(0, CHUNK)
     valid = start + i < length
@@ -221,7 +227,7 @@ def token_gradients(
         by_angle += tl.load(sums + (2 * part + 1) * sum_stride + i)
     phase_logit = tl.load(records + 5 * plane + i)
     radial_logit = tl.load(records + 6 * plane + i)
-    stretch = tl.maximum(tl.load(records + i), 0.0)
+    stretch = tl.load(records + i)
     grad_phase = by_angle * tl.load(records + 3 * plane + i)
     grad_radial = by_radius * tl.load(records + 4 * plane + i)
     tl.store(out_phase + i, grad_phase)
@@ -286,9 +292,9 @@ def rank_two_kernel(
     length,
     row_chunks,
     chunks,
-    M,
     stride_b,
-    stride_t,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -320,7 +326,7 @@ def rank_two_kernel(
         token_gradients(own_sums, plane, own, plane, scalars, grads, grads + plane, PARTS, CHUNK)
     tl.debug_barrier()
     unit = table + MODE_ROWS * M
-    x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * stride_t
+    x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * STRIDE_T
     grad_row = grad_x + (b.to(tl.int64) * length + start) * width
     partial = direction_partials + chunk.to(tl.int64) * (2 * width)
     rows = tl.arange(0, ROWS)
@@ -339,7 +345,7 @@ def rank_two_kernel(
                 mask = (start + t < length)[:, None] & inside[None, :]
             by_phase = tl.load(grads + t)
             by_radial = tl.load(grads + plane + t)
-            value = tl.load(x_row + t[:, None] * stride_t + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+            value = tl.load(x_row + t[:, None] * STRIDE_T + columns[None, :], mask=mask, other=0.0).to(tl.float32)
             phase += value * by_phase[:, None]
             radial += value * by_radial[:, None]
             update = by_phase[:, None] * u[None, :] + by_radial[:, None] * v[None, :]
@@ -374,7 +380,7 @@ def scan_token_gradients_kernel(
     for part in range(PARTS):
         by_radius += tl.load(sums + (2 * part) * plane + own)
         by_angle += tl.load(sums + (2 * part + 1) * plane + own)
-    stretch = tl.maximum(tl.load(records + own), 0.0)
+    stretch = tl.load(records + own)
     at = b.to(tl.int64) * length + tokens
     tl.store(grad_eta + at, stretch * by_radius * LN_2, mask=tokens < length)
     tl.store(grad_delta + at, by_angle, mask=tokens < length)

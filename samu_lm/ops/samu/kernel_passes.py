@@ -48,6 +48,15 @@ class Passes:
         if x.stride(2) != 1 and self.width > 1:
             x = x.contiguous()
         self.x = x
+        self.stride_t = x.stride(1) if self.length > 1 else self.width
+        # Two bfloat16 neighbours may be read as one word.
+        self.packed = (
+            x.dtype == torch.bfloat16
+            and self.modes % 2 == 0
+            and x.storage_offset() % 2 == 0
+            and self.stride_t % 2 == 0
+            and (x.stride(0) % 2 == 0 or self.batch == 1)
+        )
         self.plan = _plan_for(self.batch, self.length, self.width)
         self.layout = _layout(self.plan, x, save, controls_given)
         self.device = x.device
@@ -83,7 +92,7 @@ class Passes:
             *(v.contiguous() for v in vectors),
             *scalars,
             self.table,
-            self.modes,
+            M=self.modes,
             SPECTRUM_PROGRAMS=spectrum_programs,
             CHUNK=plan.chunk,
             GROUP=plan.group,
@@ -95,6 +104,8 @@ class Passes:
     def _control_tiles(self) -> dict[str, int]:
         plan = self.plan
         return {
+            "M": self.modes,
+            "STRIDE_T": self.stride_t,
             "CHUNK": plan.chunk,
             "ROWS": plan.control_rows,
             "BLOCK": plan.control_block,
@@ -115,9 +126,7 @@ class Passes:
             self.length,
             lay.row_chunks,
             lay.chunks,
-            self.modes,
             self.x.stride(0),
-            self.x.stride(1),
             HAS_FIRST=first is not None,
             SAVE=save,
             **self._control_tiles(),
@@ -161,9 +170,15 @@ class Passes:
             lay.row_chunks,
             lay.chunks,
             row_groups,
-            self.modes,
         )
-        sizes = {"GROUP": group, "AHEAD": 8, "BLOCK": block, "MODE_BLOCKS": mode_blocks, "REVERSE": reverse}
+        sizes = {
+            "M": self.modes,
+            "GROUP": group,
+            "AHEAD": 8,
+            "BLOCK": block,
+            "MODE_BLOCKS": mode_blocks,
+            "REVERSE": reverse,
+        }
         if row_groups > 1:
             launch(group_states_kernel, groups * mode_blocks, *args, **sizes, num_warps=1)
         launch(carries_kernel, groups * mode_blocks, *args, **sizes, num_warps=1)
@@ -176,7 +191,6 @@ class Passes:
         final_state = self.new(self.batch, self.width)
         initial = self.x if initial_state is None else initial_state.contiguous()
         states = self.table
-        strides = (self.x.stride(0), self.x.stride(1))
         if lay.row_chunks > 1:
             states = self.new(lay.chunks, self.width)
             launch(
@@ -189,14 +203,16 @@ class Passes:
                 states,
                 lay.row_chunks,
                 lay.chunks,
-                self.modes,
-                *strides,
+                self.x.stride(0),
+                M=self.modes,
+                STRIDE_T=self.stride_t,
                 CHUNK=plan.chunk,
                 STEP=plan.step,
                 BLOCK=plan.block,
                 MODE_BLOCKS=mode_blocks,
                 HAS_INITIAL=initial_state is not None,
                 EVEN=even,
+                PACKED=self.packed,
                 num_warps=plan.warps,
             )
             self.prefix(states, reverse=False)
@@ -215,8 +231,9 @@ class Passes:
             self.length,
             lay.row_chunks,
             lay.chunks,
-            self.modes,
-            *strides,
+            self.x.stride(0),
+            M=self.modes,
+            STRIDE_T=self.stride_t,
             CHUNK=plan.chunk,
             STEP=plan.step,
             SAVE_EVERY=plan.save_every,
@@ -228,6 +245,7 @@ class Passes:
             EVEN=even,
             TAIL=self.length % plan.chunk != 0,
             FLIP=True,
+            PACKED=self.packed,
             num_warps=plan.warps,
         )
         return y, final_state
@@ -253,7 +271,7 @@ class Passes:
             self.length,
             lay.row_chunks,
             lay.chunks,
-            self.modes,
+            M=self.modes,
             CHUNK=plan.chunk,
             STEP=plan.step,
             WORD=lay.word,
@@ -262,6 +280,7 @@ class Passes:
             HAS_FINAL=grad_final_state is not None,
             EVEN=self.modes % plan.block == 0,
             TAIL=self.length % plan.chunk != 0,
+            PACKED=self.packed,
             num_warps=plan.warps,
         )
         self.prefix(adjoints, reverse=True)
@@ -299,9 +318,9 @@ class Passes:
             self.length,
             lay.row_chunks,
             lay.chunks,
-            self.modes,
             self.x.stride(0),
-            self.x.stride(1),
+            M=self.modes,
+            STRIDE_T=self.stride_t,
             CHUNK=plan.chunk,
             STEP=plan.gradient_step,
             LEVELS=plan.gradient_step.bit_length() - 1,
@@ -309,12 +328,15 @@ class Passes:
             WORD=lay.word,
             BLOCK=plan.gradient_block,
             MODE_BLOCKS=mode_blocks,
+            PER_THREAD=max(1, plan.gradient_block // (32 * plan.gradient_warps)),
             FUSED=fused,
+            REBUILD=plan.rebuild,
             HAS_FINAL=grad_final_state is not None,
             HAS_INITIAL=has_initial,
             EVEN=self.modes % plan.gradient_block == 0,
             TAIL=self.length % plan.chunk != 0,
             FLIP=True,
+            PACKED=self.packed,
             num_warps=plan.gradient_warps,
         )
         return grad_x, grad_initial, sums, partials, mode_blocks
@@ -327,8 +349,7 @@ class Passes:
         partials: Tensor,
         given: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        lay, plan = self.layout, self.plan
-        width = self.width
+        lay, width = self.layout, self.width
         launch(
             rank_two_kernel,
             lay.chunks,
@@ -344,9 +365,7 @@ class Passes:
             self.length,
             lay.row_chunks,
             lay.chunks,
-            self.modes,
             self.x.stride(0),
-            self.x.stride(1),
             PARTS=parts,
             GIVEN=given is not None,
             **self._control_tiles(),
@@ -379,7 +398,7 @@ class Passes:
             partials[lay.chunks * (3 * self.modes + 2 * self.width) :],
             lay.chunks,
             packed,
-            self.modes,
+            M=self.modes,
             SPECTRUM_PROGRAMS=spectrum_programs,
             DIRECTION_PROGRAMS=max(1, direction_programs),
             ROWS=64,
@@ -523,9 +542,7 @@ def controls_forward(
         passes.length,
         lay.row_chunks,
         lay.chunks,
-        passes.modes,
         passes.x.stride(0),
-        passes.x.stride(1),
         **passes._control_tiles(),
     )
     return eta, delta, passes.kept

@@ -37,6 +37,7 @@ class Plan:
     gradient_block: int = 128
     gradient_warps: int = 2
     fused: bool = False
+    rebuild: bool = False
     control_rows: int = 16
     control_block: int = 256
     control_warps: int = 4

@@ -7,6 +7,10 @@ Two levels: ``group_states_kernel`` sums up G chunks at a time, ``carries_kernel
 before it and walks its chunks. With one group the first is not needed.
 """
 
+# Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
+# ruff: noqa: RUF005
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
@@ -60,7 +64,7 @@ def group_states_kernel(
     row_chunks,
     chunks,
     row_groups,
-    M,
+    M: tl.constexpr,
     GROUP: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -121,7 +125,7 @@ def carries_kernel(
     row_chunks,
     chunks,
     row_groups,
-    M,
+    M: tl.constexpr,
     GROUP: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -3,10 +3,16 @@
 Shapes: x, y ``[B, L, 2M]`` (real parts, then imaginary parts); token records and chunk records as in
 ``kernel_controls``; states ``[B * N, 2M]`` float32 for N chunks of C tokens per row; initial and final state ``[B, 2M]``.
 
+Every state but the initial and the final one is kept over gamma, so that the recurrence adds x as it is.
+
 A program owns one chunk and one block of modes: the modes lie in registers, the tokens run in order, STEP rows are
 loaded before the first is used. Transitions are rebuilt where they are needed, from cos and sin of theta and of delta:
 one exponential per mode and token, and no memory.
 """
+
+# Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
+# ruff: noqa: RUF005
+# mypy: ignore-errors
 
 import triton
 import triton.language as tl
@@ -15,15 +21,50 @@ from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, NU2, SIN
 
 
 @triton.jit
-def load_row(row, modes, mask, inside, M, EVEN: tl.constexpr, TAIL: tl.constexpr):
-    """Real and imaginary parts of a token's modes, in their own dtype; 0 where there is no such mode or token."""
+def lanes_of(block, M, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """What :func:`load_row` reads a block of modes by: modes, or pairs of them; and which exist."""
+    if PACKED:
+        lanes = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+        mask = lanes < M // 2
+    else:
+        lanes = block * BLOCK + tl.arange(0, BLOCK)
+        mask = lanes < M
+    return lanes, mask
+
+
+@triton.jit
+def load_row(row, lanes, mask, inside, M, EVEN: tl.constexpr, TAIL: tl.constexpr, PACKED: tl.constexpr):
+    """Real and imaginary parts of a token's modes as they lie in memory; 0 where there is no such mode or token.
+
+    With PACKED two bfloat16 neighbours stay one word until :func:`widen`, which halves the registers of rows that
+    wait for their turn.
+    """
+    if PACKED:
+        words = row.to(tl.pointer_type(tl.int32))
+        re = words + lanes
+        im = words + M // 2 + lanes
+    else:
+        re = row + lanes
+        im = row + M + lanes
     if EVEN:
         if TAIL:
-            return tl.load(row + modes, mask=inside, other=0.0), tl.load(row + M + modes, mask=inside, other=0.0)
-        return tl.load(row + modes), tl.load(row + M + modes)
+            return tl.load(re, mask=inside, other=0), tl.load(im, mask=inside, other=0)
+        return tl.load(re), tl.load(im)
     if TAIL:
         mask = mask & inside
-    return tl.load(row + modes, mask=mask, other=0.0), tl.load(row + M + modes, mask=mask, other=0.0)
+    return tl.load(re, mask=mask, other=0), tl.load(im, mask=mask, other=0)
+
+
+@triton.jit
+def widen(row, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """float32 values of half a row that :func:`load_row` read."""
+    if PACKED:
+        low = (row << 16).to(tl.float32, bitcast=True)
+        high = (row & -65536).to(tl.float32, bitcast=True)
+        values = tl.reshape(tl.join(low, high), [BLOCK])
+    else:
+        values = row.to(tl.float32)
+    return values
 
 
 @triton.jit
@@ -55,22 +96,29 @@ def load_modes(table, row: tl.constexpr, modes, mask, M, EVEN: tl.constexpr):
 
 @triton.jit
 def load_record(record, plane):
-    """exp(eta) or -1, cos(delta), sin(delta) of one token."""
-    return tl.load(record), tl.load(record + plane), tl.load(record + 2 * plane)
+    """exp(eta), cos(delta), sin(delta) of one token, and whether it forgets what came before."""
+    turn_cos = tl.load(record + plane)
+    return tl.load(record), turn_cos, tl.load(record + 2 * plane), turn_cos > 1.5
 
 
 @triton.jit
 def transition(nu2, cos, sin, stretch, turn_cos, turn_sin):
-    """exp(-nu exp(eta)) exp(i (theta + delta)); meaningless at a first token, where it must not be used."""
+    """exp(-nu exp(eta)) exp(i (theta + delta)); finite but meaningless at a first token, where it must not be used."""
     r = tl.exp2(nu2 * stretch)
     return r * (cos * turn_cos - sin * turn_sin), r * (sin * turn_cos + cos * turn_sin)
 
 
 @triton.jit
-def carried(a_re, a_im, h_re, h_im, stretch):
-    """Transition times state; at a first token the old state is selected away, even if it is infinite."""
-    forget = stretch < 0
-    return tl.where(forget, 0.0, a_re * h_re - a_im * h_im), tl.where(forget, 0.0, a_re * h_im + a_im * h_re)
+def kept_state(h_re, h_im, forget):
+    """The old state, selected away at a first token, even if it is infinite."""
+    return tl.where(forget, 0.0, h_re), tl.where(forget, 0.0, h_im)
+
+
+@triton.jit
+def advance(a_re, a_im, h_re, h_im, x_re, x_im, forget):
+    """a h + x, without the old state at a first token."""
+    h_re, h_im = kept_state(h_re, h_im, forget)
+    return a_re * h_re - a_im * h_im + x_re, a_re * h_im + a_im * h_re + x_im
 
 
 @triton.jit(do_not_specialize=["row_chunks", "chunks"])
@@ -82,15 +130,16 @@ def chunk_states_kernel(
     states,
     row_chunks,
     chunks,
-    M,
     stride_b,
-    stride_t,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE_BLOCKS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     EVEN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """State after each chunk but a row's last, started from zero (a row's first chunk: from the initial state)."""
     pid = tl.program_id(0)
@@ -99,33 +148,39 @@ def chunk_states_kernel(
     chunk = b * row_chunks + c
     modes = (pid % MODE_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = modes < M
+    lanes, lane_mask = lanes_of(pid % MODE_BLOCKS, M, BLOCK, PACKED)
     nu2 = load_modes(table, NU2, modes, mask, M, EVEN)
     cos = load_modes(table, COS, modes, mask, M, EVEN)
     sin = load_modes(table, SIN, modes, mask, M, EVEN)
-    gamma = load_modes(table, GAMMA, modes, mask, M, EVEN)
     h_re = tl.zeros([BLOCK], tl.float32)
     h_im = tl.zeros([BLOCK], tl.float32)
     if HAS_INITIAL:
         own = initial_state + b.to(tl.int64) * (2 * M)
-        h_re = tl.load(own + modes, mask=mask & (c == 0), other=0.0).to(tl.float32)
-        h_im = tl.load(own + M + modes, mask=mask & (c == 0), other=0.0).to(tl.float32)
+        gamma = load_modes(table, GAMMA, modes, mask, M, EVEN)
+        h_re = tl.load(own + modes, mask=mask & (c == 0), other=0.0).to(tl.float32) / gamma
+        h_im = tl.load(own + M + modes, mask=mask & (c == 0), other=0.0).to(tl.float32) / gamma
     plane = chunks.to(tl.int64) * CHUNK
     record = records + chunk.to(tl.int64) * CHUNK
-    row = x + b.to(tl.int64) * stride_b + (c * CHUNK).to(tl.int64) * stride_t
-    for start in range(0, CHUNK, STEP):
+    row = x + b.to(tl.int64) * stride_b + (c * CHUNK).to(tl.int64) * STRIDE_T
+    for _start in range(0, CHUNK, STEP):
         rows = ()
         for j in tl.static_range(STEP):
-            rows = rows + (load_row(row + j * stride_t, modes, mask, True, M, EVEN, False),)
+            rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, True, M, EVEN, False, PACKED),)
         for j in tl.static_range(STEP):
-            stretch, turn_cos, turn_sin = load_record(record + j, plane)
+            stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
             a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
-            p_re, p_im = carried(a_re, a_im, h_re, h_im, stretch)
             x_re, x_im = rows[j]
-            h_re = p_re + gamma * x_re.to(tl.float32)
-            h_im = p_im + gamma * x_im.to(tl.float32)
-        row += STEP * stride_t
+            h_re, h_im = advance(a_re, a_im, h_re, h_im, widen(x_re, BLOCK, PACKED), widen(x_im, BLOCK, PACKED), forget)
+        row += STEP * STRIDE_T
         record += STEP
     store_pair(states + chunk.to(tl.int64) * (2 * M), h_re, h_im, modes, mask, M, EVEN)
+
+
+@triton.jit
+def _push_sign(word, h):
+    """Appends to a word of bits whether h > 0: the sign of 0 - h, moved in by one funnel shift."""
+    sign = (0.0 - h).to(tl.uint32, bitcast=True) >> 31
+    return (word << 1) | sign
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
@@ -142,9 +197,9 @@ def outputs_kernel(
     length,
     row_chunks,
     chunks,
-    M,
     stride_b,
-    stride_t,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     SAVE_EVERY: tl.constexpr,
@@ -156,11 +211,13 @@ def outputs_kernel(
     EVEN: tl.constexpr,
     TAIL: tl.constexpr,
     FLIP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Outputs and final state, each chunk from its carry.
 
     With SAVE, for the backward pass: the state before every SAVE_EVERY tokens, ``[B * N * C / SAVE_EVERY, 2M]``, and
-    which outputs the rectifier let through, a bit per token in words of WORD tokens, ``[B * N * C / WORD, 2M]``.
+    which outputs the rectifier let through, a bit per token, the last token lowest, in words of WORD tokens,
+    ``[B * N * C / WORD, 2M]``.
     """
     pid = tl.program_id(0)
     if FLIP:  # the pass before this one ended at the far end: start where the cache is still warm
@@ -170,6 +227,7 @@ def outputs_kernel(
     c = chunk % row_chunks
     modes = (pid % MODE_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = modes < M
+    lanes, lane_mask = lanes_of(pid % MODE_BLOCKS, M, BLOCK, PACKED)
     nu2 = load_modes(table, NU2, modes, mask, M, EVEN)
     cos = load_modes(table, COS, modes, mask, M, EVEN)
     sin = load_modes(table, SIN, modes, mask, M, EVEN)
@@ -179,41 +237,38 @@ def outputs_kernel(
     h_im = tl.load(carry + M + modes, mask=mask & (c > 0), other=0.0)
     if HAS_INITIAL:
         own = initial_state + b.to(tl.int64) * (2 * M)
-        h_re += tl.load(own + modes, mask=mask & (c == 0), other=0.0).to(tl.float32)
-        h_im += tl.load(own + M + modes, mask=mask & (c == 0), other=0.0).to(tl.float32)
+        h_re += tl.load(own + modes, mask=mask & (c == 0), other=0.0).to(tl.float32) / gamma
+        h_im += tl.load(own + M + modes, mask=mask & (c == 0), other=0.0).to(tl.float32) / gamma
     plane = chunks.to(tl.int64) * CHUNK
     record = records + chunk.to(tl.int64) * CHUNK
     t = c * CHUNK
-    row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * stride_t
+    row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
     out = y + (b.to(tl.int64) * length + t) * (2 * M)
     saved = saved_states + chunk.to(tl.int64) * (CHUNK // SAVE_EVERY * 2) * M
     word = signs + chunk.to(tl.int64) * (CHUNK // WORD * 2) * M
-    word_re = tl.zeros([BLOCK], tl.int32)
-    word_im = tl.zeros([BLOCK], tl.int32)
+    word_re = tl.zeros([BLOCK], tl.uint32)
+    word_im = tl.zeros([BLOCK], tl.uint32)
     for start in range(0, CHUNK, STEP):
         if SAVE and start % SAVE_EVERY == 0:
             store_pair(saved, h_re, h_im, modes, mask, M, EVEN)
             saved += 2 * M
         rows = ()
         for j in tl.static_range(STEP):
-            rows = rows + (load_row(row + j * stride_t, modes, mask, t + j < length, M, EVEN, TAIL),)
-        bits_re = tl.zeros([BLOCK], tl.int32)
-        bits_im = tl.zeros([BLOCK], tl.int32)
+            rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, t + j < length, M, EVEN, TAIL, PACKED),)
         for j in tl.static_range(STEP):
-            stretch, turn_cos, turn_sin = load_record(record + j, plane)
+            stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
             a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
-            p_re, p_im = carried(a_re, a_im, h_re, h_im, stretch)
             x_re, x_im = rows[j]
-            next_re = p_re + gamma * x_re.to(tl.float32)
-            next_im = p_im + gamma * x_im.to(tl.float32)
+            x_re, x_im = widen(x_re, BLOCK, PACKED), widen(x_im, BLOCK, PACKED)
+            next_re, next_im = advance(a_re, a_im, h_re, h_im, x_re, x_im, forget)
             if TAIL:
                 h_re = tl.where(t + j < length, next_re, h_re)
                 h_im = tl.where(t + j < length, next_im, h_im)
             else:
                 h_re = next_re
                 h_im = next_im
-            y_re = tl.maximum(h_re, 0.0, propagate_nan=tl.PropagateNan.ALL).to(y.dtype.element_ty)
-            y_im = tl.maximum(h_im, 0.0, propagate_nan=tl.PropagateNan.ALL).to(y.dtype.element_ty)
+            y_re = tl.maximum(gamma * h_re, 0.0, propagate_nan=tl.PropagateNan.ALL).to(y.dtype.element_ty)
+            y_im = tl.maximum(gamma * h_im, 0.0, propagate_nan=tl.PropagateNan.ALL).to(y.dtype.element_ty)
             if EVEN and not TAIL:
                 tl.store(out + modes, y_re)
                 tl.store(out + M + modes, y_im)
@@ -222,21 +277,16 @@ def outputs_kernel(
                 tl.store(out + M + modes, y_im, mask=mask & (t + j < length))
             out += 2 * M
             if SAVE:
-                bits_re |= tl.where(h_re > 0, 1 << j, 0)
-                bits_im |= tl.where(h_im > 0, 1 << j, 0)
-        if SAVE:
-            word_re |= bits_re << (start % WORD)
-            word_im |= bits_im << (start % WORD)
-            if start % WORD == WORD - STEP:
-                # Kept among float32 buffers; only the bits count.
-                as_float_re = word_re.to(tl.float32, bitcast=True)
-                as_float_im = word_im.to(tl.float32, bitcast=True)
-                store_pair(word, as_float_re, as_float_im, modes, mask, M, EVEN)
-                word += 2 * M
-                word_re = tl.zeros([BLOCK], tl.int32)
-                word_im = tl.zeros([BLOCK], tl.int32)
-        row += STEP * stride_t
+                word_re = _push_sign(word_re, h_re)
+                word_im = _push_sign(word_im, h_im)
+        if SAVE and start % WORD == WORD - STEP:
+            # Kept among float32 buffers; only the bits count.
+            as_float_re = word_re.to(tl.float32, bitcast=True)
+            as_float_im = word_im.to(tl.float32, bitcast=True)
+            store_pair(word, as_float_re, as_float_im, modes, mask, M, EVEN)
+            word += 2 * M
+        row += STEP * STRIDE_T
         record += STEP
         t += STEP
     if c == row_chunks - 1:
-        store_pair(final_state + b.to(tl.int64) * (2 * M), h_re, h_im, modes, mask, M, EVEN)
+        store_pair(final_state + b.to(tl.int64) * (2 * M), gamma * h_re, gamma * h_im, modes, mask, M, EVEN)

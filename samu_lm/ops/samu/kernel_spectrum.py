@@ -14,6 +14,9 @@ The table, float32, is what every other kernel reads of the parameters:
                 4 scalars                      M^(-1/2) tanh(amplitude), phase and radial; 1 / norm, phase and radial
 """
 
+# Device code is Triton's language, not Python's: values have no Python types.
+# mypy: ignore-errors
+
 import triton
 import triton.language as tl
 
@@ -64,7 +67,7 @@ def spectrum_table_kernel(
     phase_amplitude,
     radial_amplitude,
     table,
-    M,
+    M: tl.constexpr,
     SPECTRUM_PROGRAMS: tl.constexpr,
     CHUNK: tl.constexpr,
     GROUP: tl.constexpr,
@@ -110,7 +113,7 @@ def spectrum_table_kernel(
             v = tl.load(source + i, mask=i < length, other=0.0).to(tl.float32)
             tl.store(out + which * length + i, v * inverse, mask=i < length)
         scalars = out + 2 * length
-        scale = tanh(tl.load(amplitude).to(tl.float32)) / tl.sqrt(M.to(tl.float32))
+        scale = tanh(tl.load(amplitude).to(tl.float32)) / tl.sqrt(tl.full([], M, tl.float32))
         tl.store(scalars + which, scale)
         tl.store(scalars + 2 + which, inverse)
 
@@ -148,7 +151,7 @@ def parameter_gradients_kernel(
     scalar_partials,
     token_programs,
     gradients,
-    M,
+    M: tl.constexpr,
     SPECTRUM_PROGRAMS: tl.constexpr,
     DIRECTION_PROGRAMS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -201,4 +204,7 @@ def parameter_gradients_kernel(
                 amplitude = radial_amplitude
             t = tanh(tl.load(amplitude).to(tl.float32))
             by_scale = _scalar_sum(scalar_partials + 4 + which, token_programs, SCALAR_ROWS)
-            tl.store(gradients + width + 2 * (width + 1) + which, by_scale * (1 - t * t) / tl.sqrt(M.to(tl.float32)))
+            tl.store(
+                gradients + width + 2 * (width + 1) + which,
+                by_scale * (1 - t * t) / tl.sqrt(tl.full([], M, tl.float32)),
+            )
