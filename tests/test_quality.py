@@ -77,9 +77,9 @@ ALLOWED = {
     "ops": {"ops", "errors"},
     "model": {"model", "ops", "errors"},
     "data": {"data", "errors"},
-    "training": {"training", "model", "data", "config", "errors", "entry"},
-    "evaluation": {"evaluation", "model", "data", "config", "errors", "entry"},
-    "benchmarks": {"benchmarks", "ops", "model", "errors"},
+    "training": {"training", "model", "data", "config", "errors", "entry", "checkpoint", "environment"},
+    "evaluation": {"evaluation", "model", "data", "config", "errors", "entry", "checkpoint", "environment"},
+    "benchmarks": {"benchmarks", "ops", "model", "errors", "environment"},
 }
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samu_lm.checkpoint import WEIGHT_PREFIX, read_checkpoint
 from samu_lm.config import nearest
 from samu_lm.errors import ConfigError
-from samu_lm.training.checkpoint_io import read_checkpoint
 
-WEIGHT_PREFIX = "model."
 # Chosen anew wherever the model runs; no weight depends on them.
 RUNTIME_MODEL_KEYS = frozenset({"backend"})
 

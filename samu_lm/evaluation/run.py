@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 
 from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
 from samu_lm.data.files import launch_path
+from samu_lm.environment import environment
 from samu_lm.errors import ConfigError, SamuLMError
 from samu_lm.evaluation import report
 from samu_lm.evaluation.build import (
@@ -31,7 +32,6 @@ from samu_lm.evaluation.perplexity import StreamCounts, accumulate
 from samu_lm.evaluation.settings import Settings, overrides_of, precision_of
 from samu_lm.evaluation.totals import Totals, summarise
 from samu_lm.model import RecurrentLM
-from samu_lm.training.record import environment
 
 
 def evaluate(cfg: DictConfig) -> dict[str, Any]:

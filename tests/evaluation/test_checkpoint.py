@@ -90,9 +90,9 @@ def test_truncated(saved: Path, kept: float) -> None:
 
 def test_not_a_checkpoint(tmp_path: Path) -> None:
     for name, data, reason in [
-        ("empty.ckpt", b"", "truncated or not a checkpoint"),
-        ("text.ckpt", b"hello, world\n", "truncated or not a checkpoint"),
-        ("pickle.ckpt", b"\x80\x04K\x01.", "truncated or not a checkpoint"),
+        ("empty.ckpt", b"", "is empty"),
+        ("text.ckpt", b"hello, world\n", "is not a checkpoint"),
+        ("pickle.ckpt", b"\x80\x04K\x01.", "is not a checkpoint"),
     ]:
         (tmp_path / name).write_bytes(data)
         assert reason in refusal(tmp_path / name)
