@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from samu_lm.errors import ConfigError, SamuLMError
+from samu_lm.errors import SamuLMError
 
-FORMAT = 1
 PARTIAL_SUFFIX = ".partial"
 
 
@@ -72,32 +69,3 @@ def remove_partial_files(folder: Path) -> list[Path]:
     for path in leftovers:
         path.unlink()
     return leftovers
-
-
-def read_checkpoint(path: Path, key: str = "resume") -> dict[str, Any]:
-    """Reads a checkpoint's structure; tensors stay on the disk until they are used.
-
-    Args:
-        path: the file.
-        key: config key to name in errors.
-
-    Raises:
-        ConfigError: the file is absent, truncated, or not a checkpoint of this package and format.
-    """
-    if path.is_dir():
-        raise ConfigError(key, path, f"is a folder; give a file, such as {path / 'checkpoints' / 'last.ckpt'}")
-    if not path.is_file():
-        raise ConfigError(key, path, "no such file; give the path of a checkpoint, or resume=last")
-    if not zipfile.is_zipfile(path):
-        raise ConfigError(key, path, "is truncated or not a checkpoint; give a complete checkpoint file")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
-        raise ConfigError(key, path, f"cannot be read as a checkpoint ({reason}); give a complete file") from error
-    own = content.get("samu_lm") if isinstance(content, dict) else None
-    if not isinstance(own, dict) or not {"format", "config", "tokenizer"} <= own.keys():
-        raise ConfigError(key, path, "is not a checkpoint that train.py wrote; give one that is")
-    if own["format"] != FORMAT:
-        raise ConfigError(key, path, f"has format {own['format']}; this version reads format {FORMAT}")
-    return content

@@ -16,9 +16,9 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from samu_lm.checkpoint import FORMAT
 from samu_lm.data import Batch, Tokenizer
 from samu_lm.errors import ConfigError
-from samu_lm.training.checkpoint_io import FORMAT
 from samu_lm.training.loop import ExactEpochLoop, settle
 from samu_lm.training.loss import packed_nll
 from samu_lm.training.optimizer import AdamW

@@ -17,9 +17,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from torch import nn
 
+from samu_lm.checkpoint import read_checkpoint
 from samu_lm.config import config_dir
 from samu_lm.errors import ConfigError
-from samu_lm.training.checkpoint_io import read_checkpoint
 
 # Groups and keys that give the weights or the place in the data their meaning ...
 FIXED = ("model", "tokenizer", "data", "seed")
@@ -40,10 +40,10 @@ def find_checkpoint(resume: str, run_dir: Path) -> tuple[Path, dict[str, Any]]:
     """
     if resume != "last":
         path = Path(resume).expanduser().absolute()
-        return path, read_checkpoint(path)
+        return path, read_checkpoint(path, "resume")
     folder = run_dir / "checkpoints"
     # best.ckpt and last.ckpt may hold the same step; last.ckpt, which sorts behind, is then taken.
-    found = [(path, read_checkpoint(path)) for path in sorted(folder.glob("*.ckpt"))]
+    found = [(path, read_checkpoint(path, "resume")) for path in sorted(folder.glob("*.ckpt"))]
     if not found:
         remedy = f"no checkpoint in {folder}; set hydra.run.dir to the folder of the run to go on with"
         raise ConfigError("resume", resume, remedy)
