@@ -31,20 +31,20 @@ BLOCKS = 16
 Shape = tuple[int, int, int]
 _DEFAULT_OPTIONS = dict(kernel_plan.OPTIONS)
 _DEFAULT_TOKENS = dict(kernel_plan.TILE_TOKENS)
-_DEFAULT_ROWS = dict(kernel_plan.LARGEST_ROWS)
+_DEFAULT_FUSED = dict(kernel_plan.FUSED_CHANNELS)
 
 
 def apply_variant(variant: dict[str, Any]) -> None:
-    """Sets the plan: ``{"tokens": {channels: T}, "rows": {purpose: M}, kernel: {option: value}}`` over the defaults."""
+    """Sets the plan: ``{"tokens": {path: T}, "fused": channels, kernel: {option: value}}`` over the defaults."""
     kernel_plan.TILE_TOKENS.update(_DEFAULT_TOKENS)
-    kernel_plan.LARGEST_ROWS.update(_DEFAULT_ROWS)
+    kernel_plan.FUSED_CHANNELS.update(_DEFAULT_FUSED)
     kernel_plan.OPTIONS.update(_DEFAULT_OPTIONS)
     for name, value in variant.items():
         if name == "tokens":
-            kernel_plan.TILE_TOKENS.update({int(rows): tokens for rows, tokens in value.items()})
-        elif name == "rows":
-            kernel_plan.LARGEST_ROWS.update(value)
-        else:
+            kernel_plan.TILE_TOKENS.update(value)
+        elif name == "fused":
+            kernel_plan.FUSED_CHANNELS["gradient"] = value
+        elif name != "resets":
             kernel_plan.OPTIONS[name] = dataclasses.replace(_DEFAULT_OPTIONS[name], **value)
     kernel_plan.mixer_tiling.cache_clear()
 
@@ -207,9 +207,11 @@ def copy_rate() -> float:
     return 2 * source.numel() / (event_median(lambda: target.copy_(source), 10) * 1e9)
 
 
-def measure(shape: Shape, repeats: int, full: bool) -> dict[str, Any]:
+def measure(shape: Shape, repeats: int, full: bool, resets: bool = True) -> dict[str, Any]:
     """Times of one shape; ``full`` adds the graph's replay, launches and peak memory."""
     inputs = draw(shape, torch.bfloat16, "cuda")
+    if not resets:
+        inputs["first"][:, 1:] = False
     for name in NAMES:
         inputs[name].requires_grad_()
     out: dict[str, Any] = {"kernels": kernel_times(lambda: run_both(inputs))}
@@ -258,6 +260,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--variants", type=Path)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--warm", nargs=2, type=int)
+    parser.add_argument("--once", action="store_true", help="run each shape twice and stop (for a profiler)")
     options = parser.parse_args(arguments)
     shapes: list[Shape] = [tuple(map(int, s.split(","))) for s in options.shapes]  # type: ignore[misc]
     variants = json.loads(options.variants.read_text()) if options.variants else []
@@ -269,6 +272,14 @@ def main(arguments: list[str]) -> None:
     jobs += [(v, shape, torch.bfloat16, BLOCKS) for shape in shapes for v in [{}, *variants]]
     if options.warm:
         warm(jobs[options.warm[0] :: options.warm[1]])
+        return
+    if options.once:
+        for shape in shapes:
+            inputs = draw(shape, torch.bfloat16, "cuda")
+            for name in NAMES:
+                inputs[name].requires_grad_()
+            run_both(inputs), run_both(inputs)
+        torch.cuda.synchronize()
         return
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),
@@ -291,8 +302,9 @@ def main(arguments: list[str]) -> None:
         for variant in [{}, *variants]:
             start = time.time()
             apply_variant(variant)
+            resets = variant.get("resets", True)
             try:
-                result = measure(shape, options.repeats, full=not variant)
+                result = measure(shape, options.repeats, full=not variant, resets=resets)
             except Exception as error:  # a variant that does not fit the chip is a result, too
                 result = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
             row["variants"].append({"variant": variant, **result})

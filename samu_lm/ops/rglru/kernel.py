@@ -16,20 +16,12 @@ from samu_lm.ops.rglru.kernel_plan import LOGITS_CHANNELS, WIDEST_BLOCK, fits, l
 
 def _mixer_call(x: Tensor, weight: Tensor, first: Tensor | None, has_state: bool) -> Call:
     blocks, w, _ = weight.shape
-    return Call(
-        row_major(x),
-        mixer_tiling(w, "recurrence"),
-        mixer_tiling(w, "gradient"),
-        blocks,
-        False,
-        first is not None,
-        has_state,
-    )
+    return Call(row_major(x), mixer_tiling(w), blocks, False, first is not None, has_state)
 
 
 def _scan_call(x: Tensor, first: Tensor | None, has_state: bool) -> Call:
     blocks = cdiv(x.shape[2], LOGITS_CHANNELS)
-    return Call(row_major(x), logits_tiling(), logits_tiling(), blocks, True, first is not None, has_state)
+    return Call(row_major(x), logits_tiling(), blocks, True, first is not None, has_state)
 
 
 def _dense(*tensors: Tensor | None) -> list[Any]:
@@ -65,7 +57,7 @@ def _mixer_forward(
 
 @_mixer_forward.register_fake
 def _(x, input_gate_weight, input_gate_bias, a_gate_weight, a_gate_bias, a_param, first, initial_state):
-    return _fake_forward(x, mixer_tiling(input_gate_weight.shape[1], "recurrence").T)
+    return _fake_forward(x, mixer_tiling(input_gate_weight.shape[1]).T)
 
 
 @torch.library.custom_op("samu_lm::rglru_mixer_backward", mutates_args=())

@@ -4,8 +4,10 @@
     d log a_t = g_t a_t h_{t-1} - g_t i_t x_t a_t^2 min(1/sqrt(1 - a_t^2), 2000)
 
 ``summary_kernel`` reduces a segment to one map c -> A c + G per channel, where c is the gradient that reaches the
-segment from behind. ``gradient_kernel`` folds the maps of the segments behind its own, walks its tiles backwards,
-replays the states of a tile from the state saved before it, and writes or accumulates every gradient.
+segment from behind; it visits no tile beyond the segment's first first token. ``gradient_kernel`` folds the maps of the
+segments behind its own, walks its tiles backwards, replays the states of a tile from the state saved before it, and
+writes every gradient: those of the weights as sums kept in registers where one program owns a whole gate block, else
+through the logits' gradients in memory and ``projection_kernel``.
 
 Legend as in kernel_forward.py; P programs that share a channel block each keep their own float32 partial sums, which
 ``reduce_kernel`` adds in a fixed order.
@@ -23,6 +25,7 @@ from samu_lm.ops.rglru.kernel_forward import (
     pick_rows,
     project,
     store_rows,
+    tiles_to_reset,
 )
 from samu_lm.ops.rglru.kernel_tile import (
     LARGEST_RSQRT,
@@ -31,9 +34,9 @@ from samu_lm.ops.rglru.kernel_tile import (
     column_tokens,
     decay_rate,
     fold_segments,
+    moved_states_and_adjoints,
     one_sigmoid,
     reduce_tile,
-    states_and_adjoints,
     thread_channels,
     threads_to_tile,
     tile_to_threads,
@@ -76,8 +79,12 @@ def summary_kernel(
     carry = tl.zeros([M], tl.float32)
     begin = segment * tiles_per_segment
     count = tl.minimum(tiles_per_segment, tiles - begin).to(tl.int32)
-    for step in tl.range(0, count, num_stages=STAGES):
-        t0 = (begin + count - 1 - step) * T
+    visits = count
+    if HAS_FIRST:
+        run = tl.minimum(count * T, L - begin * T).to(tl.int32)
+        visits = tiles_to_reset(first, b * L + begin * T, run, T, False, 1024)
+    for step in tl.range(0, visits, num_stages=STAGES):
+        t0 = (begin + step) * T
         tokens = (L - t0).to(tl.int32)
         row_tokens = b * L + t0
         grad_row = grad_y + b * grad_stride_b + t0 * grad_stride_l + block + c0
@@ -109,7 +116,8 @@ def summary_kernel(
             tile_a, tile_u = reduce_tile(a, u, True, True, M, Q, K)
         else:
             tile_a, tile_u = reduce_tile(a, u, True, False, M, Q, K)
-        carry = advance(tile_a, tile_u, carry, HAS_FIRST)
+        # this tile's map, then that of the tiles before it
+        carry = advance(product, carry, tile_u, HAS_FIRST)
         product = product * tile_a
 
     at = segment * B * W + b * W + block + c0 + tch
@@ -123,7 +131,7 @@ def gradient_kernel(
     summary_a, summary_g, grad_x, grad_input_logits, grad_a_logits, partial_weights, partial_vectors, grad_initial,
     B, L, W, H, x_stride_b, x_stride_l, grad_stride_b, grad_stride_l, tiles, tiles_per_segment, segments,
     FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr, HAS_GRAD_FINAL: tl.constexpr,
-    PROJECT_BACK: tl.constexpr, WEIGHTS: tl.constexpr, LOGIT_GRADS: tl.constexpr, w: tl.constexpr,
+    FUSED: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +164,7 @@ def gradient_kernel(
                 pick2 = pick_rows(K1, K2, c0, M, OPERAND)
     if PICK:
         pick = pick_rows(0, M, 0, M, OPERAND)
-    if WEIGHTS:
+    if FUSED:
         sum_wi = tl.zeros([K1, M], tl.float32)
         sum_wa = tl.zeros([K1, M], tl.float32)
     sum_bi = tl.zeros([M, Q], tl.float32)
@@ -229,44 +237,42 @@ def gradient_kernel(
             b_in = tl.where(starts, 1.0, tl.where(beyond, 0.0, b_in))
             slope = tl.where(starts | beyond, 0.0, slope)
             u = tl.where(starts, 0.0, u)
+            r = tl.where(beyond, 0.0, r)
+        gated = xf * i
         bi = b_in * i
-        v = bi * xf
-        a3 = tile_to_threads(a, M, T, Q, E)
-        v3 = tile_to_threads(v, M, T, Q, E)
-        u3 = tile_to_threads(u, M, T, Q, E)
+        v = b_in * gated
+        by_multiplier = gated * slope
+        by_gate = v - v * i
         state = tl.load(states + tile * B * W + state_column, mask=towns, other=0.0)
+        a = tile_to_threads(a, M, T, Q, E)
+        v = tile_to_threads(v, M, T, Q, E)
+        u = tile_to_threads(u, M, T, Q, E)
         if selects:
-            before, behind, carry = states_and_adjoints(a3, v3, u3, state, carry, True, M, Q, K)
-            before = tl.where(a3 == 0.0, 0.0, before)
+            by_state, behind, carry = moved_states_and_adjoints(a, v, u, state, carry, True, M, Q, K)
         else:
-            before, behind, carry = states_and_adjoints(a3, v3, u3, state, carry, False, M, Q, K)
+            by_state, behind, carry = moved_states_and_adjoints(a, v, u, state, carry, False, M, Q, K)
         g = dy + threads_to_tile(behind, M, T, Q, E)
-        grad_log_a = g * (a * threads_to_tile(before, M, T, Q, E)) + (g * xf) * (i * slope)
-        if selects:
-            grad_log_a = tl.where((tok >= tokens)[None, :], 0.0, grad_log_a)
-        grad_r = grad_log_a * r
-        grad_la = grad_r * (rate * (1.0 - r))
-        grad_li = (g * v) * (1.0 - i)
+        grad_r = g * (threads_to_tile(by_state, M, T, Q, E) + by_multiplier) * r
+        grad_la = grad_r * (rate - rate * r)
+        grad_li = g * by_gate
         grad_u = g * bi
 
         # a thread sums its own tokens; threads meet once, at the end
         sum_rate += tl.sum(tile_to_threads(grad_r, M, T, Q, E), 2)
         sum_bi += tl.sum(tile_to_threads(grad_li, M, T, Q, E), 2)
         sum_ba += tl.sum(tile_to_threads(grad_la, M, T, Q, E), 2)
-        if PROJECT_BACK or WEIGHTS:
+        if FUSED:
             dli = grad_li.to(OPERAND)
             dla = grad_la.to(OPERAND)
-        if PROJECT_BACK:
             grad_u = tl.dot(wi1, dli, grad_u, input_precision="ieee")
             grad_u = tl.dot(wa1, dla, grad_u, input_precision="ieee")
-        if WEIGHTS:
             sum_wi = tl.dot(x1, tl.trans(dli), sum_wi, input_precision="ieee")
             sum_wa = tl.dot(x1, tl.trans(dla), sum_wa, input_precision="ieee")
-        store_rows(grad_x + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit)
-        if LOGIT_GRADS:
+        else:
             out_type = grad_input_logits.dtype.element_ty
             store_rows(grad_input_logits + row, W, tok, tokens, grad_li.to(out_type), M, limit)
             store_rows(grad_a_logits + row, W, tok, tokens, grad_la.to(out_type), M, limit)
+        store_rows(grad_x + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit)
 
     if segment == 0:
         tl.store(grad_initial + state_column, carry, mask=towns)
@@ -277,7 +283,7 @@ def gradient_kernel(
     tl.store(partial_vectors + at, tl.sum(sum_bi, 1), mask=towns)
     tl.store(partial_vectors + at + W, tl.sum(sum_ba, 1), mask=towns)
     tl.store(partial_vectors + at + 2 * W, tl.sum(sum_rate, 1) * -8.0 * one_sigmoid(param * -LOG2E), mask=towns)
-    if WEIGHTS:
+    if FUSED:
         k = tl.arange(0, K1)
         inside = (k < w)[:, None] & own[None, :]
         at_w = partial_weights + (part * (2 * H) + h) * (w * w) + k[:, None] * w + ch[None, :]
@@ -286,69 +292,51 @@ def gradient_kernel(
 
 
 @triton.jit(do_not_specialize=["L", "row_parts", "tokens_per_part"])
-def weight_kernel(
-    x, grad_input_logits, grad_a_logits, partial_weights,
+def projection_kernel(
+    x, grad_input_logits, grad_a_logits, input_weight, a_weight, grad_x, partial_weights,
     L, W, H, x_stride_b, x_stride_l, row_parts, tokens_per_part,
-    w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
+    w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One ``[M, M]`` tile of one block's two weight gradients, x^T @ (gradient of the logits), over a run of a row."""
+    """Gradients through the projections where ``gradient_kernel`` left those of the logits in memory.
+
+    A program owns a run of one row's tokens and M of one block's input channels: it adds to their grad_x what comes
+    back through the weights, and sums their rows of both weight gradients. N is w rounded up.
+    """
     pid = tl.program_id(0)
-    n = (pid % pieces) * M + tl.arange(0, M)
-    k = ((pid // pieces) % pieces) * M + tl.arange(0, M)
-    h = (pid // (pieces * pieces)) % H
-    part = (pid // (pieces * pieces * H)).to(tl.int64)
+    k0 = (pid % pieces) * M
+    h = (pid // pieces) % H
+    part = (pid // (pieces * H)).to(tl.int64)
     b = part // row_parts
     begin = (part % row_parts) * tokens_per_part
     count = tl.minimum(tokens_per_part, L - begin).to(tl.int32)
-    x_run = x + b * x_stride_b + begin * x_stride_l + h * w
-    place = (b * L + begin) * W + h * w
-    sum_wi = tl.zeros([M, M], tl.float32)
-    sum_wa = tl.zeros([M, M], tl.float32)
+    # transposed, [N, M]: rows of the products below are tokens
+    wi = tl.trans(load_weight(input_weight + h * w * w, k0, M, 0, N, w, OPERAND))
+    wa = tl.trans(load_weight(a_weight + h * w * w, k0, M, 0, N, w, OPERAND))
+    sum_wi = tl.zeros([M, N], tl.float32)
+    sum_wa = tl.zeros([M, N], tl.float32)
     tok = tl.arange(0, T)
+    k = k0 + tl.arange(0, M)
     for step in tl.range(0, tl.cdiv(count, T), num_stages=STAGES):
         live = count - step * T
-        rows = begin * 0 + step * T
-        x1 = tl.trans(load_rows(x_run + rows * x_stride_l, x_stride_l, tok, live, ((pid // pieces) % pieces) * M, M, w))
-        dli = load_rows(grad_input_logits + place + rows * W, W, tok, live, (pid % pieces) * M, M, w).to(OPERAND)
-        dla = load_rows(grad_a_logits + place + rows * W, W, tok, live, (pid % pieces) * M, M, w).to(OPERAND)
-        sum_wi = tl.dot(x1.to(OPERAND), dli, sum_wi, input_precision="ieee")
-        sum_wa = tl.dot(x1.to(OPERAND), dla, sum_wa, input_precision="ieee")
+        token = begin + step * T
+        place = (b * L + token) * W + h * w
+        x1 = load_rows(x + b * x_stride_b + token * x_stride_l + h * w, x_stride_l, tok, live, k0, M, w).to(OPERAND)
+        dli = load_rows(grad_input_logits + place, W, tok, live, 0, N, w).to(OPERAND)
+        dla = load_rows(grad_a_logits + place, W, tok, live, 0, N, w).to(OPERAND)
+        target = grad_x + place + tok[:, None] * W + k[None, :]
+        inside = (tok < live)[:, None] & (k < w)[None, :]
+        out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
+        out = tl.dot(dli, wi, out, input_precision="ieee")
+        out = tl.dot(dla, wa, out, input_precision="ieee")
+        tl.store(target, out.to(grad_x.dtype.element_ty), mask=inside)
+        sum_wi = tl.dot(tl.trans(x1), dli, sum_wi, input_precision="ieee")
+        sum_wa = tl.dot(tl.trans(x1), dla, sum_wa, input_precision="ieee")
+    n = tl.arange(0, N)
     inside = (k < w)[:, None] & (n < w)[None, :]
     at_w = partial_weights + (part * (2 * H) + h) * (w * w) + k[:, None] * w + n[None, :]
     tl.store(at_w, sum_wi, mask=inside)
     tl.store(at_w + H * w * w, sum_wa, mask=inside)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def project_back_kernel(
-    grad_input_logits, grad_a_logits, input_weight, a_weight, grad_x, W, H, tokens,
-    w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
-):  # fmt: skip
-    """Adds to grad_x what reaches x through the gates: gradients of the logits times the transposed weights.
-
-    A program owns T tokens and M of one block's channels.
-    """
-    pid = tl.program_id(0)
-    piece = pid % pieces
-    h = (pid // pieces) % H
-    token = (pid // (pieces * H)).to(tl.int64) * T + tl.arange(0, T)
-    block = h * w
-    k = piece * M + tl.arange(0, M)
-    target = grad_x + token[:, None] * W + (block + k)[None, :]
-    owned = (token < tokens)[:, None] & (k < w)[None, :]
-    out = tl.load(target, mask=owned, other=0.0).to(tl.float32)
-    for other in tl.static_range(pieces):
-        n = other * M + tl.arange(0, M)
-        place = token[:, None] * W + (block + n)[None, :]
-        inside = (token < tokens)[:, None] & (n < w)[None, :]
-        dli = tl.load(grad_input_logits + place, mask=inside, other=0.0).to(OPERAND)
-        dla = tl.load(grad_a_logits + place, mask=inside, other=0.0).to(OPERAND)
-        wi = load_weight(input_weight + h * w * w, piece * M, M, other * M, M, w, OPERAND)
-        wa = load_weight(a_weight + h * w * w, piece * M, M, other * M, M, w, OPERAND)
-        out = tl.dot(dli, tl.trans(wi), out, input_precision="ieee")
-        out = tl.dot(dla, tl.trans(wa), out, input_precision="ieee")
-    tl.store(target, out.to(grad_x.dtype.element_ty), mask=owned)
 
 
 @triton.jit(do_not_specialize=["weight_parts", "vector_parts"])

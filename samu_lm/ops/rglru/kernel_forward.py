@@ -1,8 +1,9 @@
 """RG-LRU forward kernel: gates and recurrence in one program, segment by segment (see docs/kernels-rglru.md).
 
 A program owns one segment (a run of tiles of T tokens) of one row, for M channels of one gate block. The same kernel
-runs twice: with SUMMARY it reduces its segment to one map h -> A h + V per channel; without, it folds the maps of the
-segments before its own into a carry and writes y, and the state before every tile for the backward pass.
+runs twice: with SUMMARY it reduces its segment to one map h -> A h + V per channel, from its end back to the nearest
+first token; without, it folds the maps of the segments before its own into a carry and writes y, and the state before
+every tile for the backward pass.
 
 Legend: B rows, L tokens, W width, w channels of a gate block, M rows of the tile, T tokens of the tile, K1 + K2 >= w
 inner size of the gate products in one or two powers of two, tok a token within its tile, ch a channel within its slice.
@@ -96,6 +97,34 @@ def locate(pid, slices: tl.constexpr, H, B):
     return pid % slices, (pid // slices) % H, row % B, row // B
 
 
+@triton.jit
+def tiles_to_reset(first, row_tokens, count, T: tl.constexpr, FROM_END: tl.constexpr, N: tl.constexpr):
+    """How many of a run's tiles lie between one of its ends and its first token nearest to that end, itself included.
+
+    Nothing beyond that token reaches the end, so a summary of the run need not visit it. ``row_tokens`` is the offset
+    of the run's mask, ``count`` its number of tokens; N tokens are looked at a time.
+    """
+    tiles = (count + T - 1) // T
+    needed = tiles
+    at = tiles * 0
+    while at < count:
+        n = at + tl.arange(0, N)
+        if FROM_END:
+            token = count - 1 - n
+        else:
+            token = n
+        marked = tl.load(first + row_tokens + token, mask=n < count, other=0).to(tl.int32) > 0
+        nearest = tl.min(tl.where(marked, n, count), 0)
+        at += N
+        if nearest < count:
+            at = count
+            if FROM_END:
+                needed = tiles - (count - 1 - nearest) // T
+            else:
+                needed = nearest // T + 1
+    return needed
+
+
 @triton.jit(do_not_specialize=["B", "L", "tiles", "tiles_per_segment", "segments"])
 def forward_kernel(
     x, input_logits, a_logits, input_weight, input_bias, a_weight, a_bias, a_param, first, initial_state,
@@ -147,8 +176,16 @@ def forward_kernel(
         )
 
     begin = segment * tiles_per_segment
-    for step in tl.range(0, tl.minimum(tiles_per_segment, tiles - begin).to(tl.int32), num_stages=STAGES):
-        tile = begin + step
+    count = tl.minimum(tiles_per_segment, tiles - begin).to(tl.int32)
+    visits = count
+    if SUMMARY and HAS_FIRST:
+        run = tl.minimum(count * T, L - begin * T).to(tl.int32)
+        visits = tiles_to_reset(first, b * L + begin * T, run, T, True, 1024)
+    for step in tl.range(0, visits, num_stages=STAGES):
+        if SUMMARY:
+            tile = begin + count - 1 - step
+        else:
+            tile = begin + step
         t0 = tile * T
         tokens = (L - t0).to(tl.int32)
         row_tokens = b * L + t0
@@ -185,7 +222,8 @@ def forward_kernel(
                 tile_a, tile_v = reduce_tile(a, v, False, True, M, Q, K)
             else:
                 tile_a, tile_v = reduce_tile(a, v, False, False, M, Q, K)
-            carry = advance(tile_a, tile_v, carry, HAS_FIRST)
+            # this tile's map, then that of the tiles behind it
+            carry = advance(product, carry, tile_v, HAS_FIRST)
             product = product * tile_a
         else:
             if SAVE:

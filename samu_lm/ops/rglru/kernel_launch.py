@@ -11,13 +11,20 @@ from samu_lm.ops.backend import interpreting
 from samu_lm.ops.common.launch import cdiv, launch
 from samu_lm.ops.rglru.kernel_backward import (
     gradient_kernel,
-    project_back_kernel,
+    projection_kernel,
     reduce_kernel,
     summary_kernel,
-    weight_kernel,
 )
 from samu_lm.ops.rglru.kernel_forward import forward_kernel
-from samu_lm.ops.rglru.kernel_plan import OPTIONS, Split, Tiling, multiprocessors, split_row
+from samu_lm.ops.rglru.kernel_plan import (
+    FUSED_CHANNELS,
+    OPTIONS,
+    Split,
+    Tiling,
+    multiprocessors,
+    projection_tile,
+    split_row,
+)
 
 OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Rows closer than this keep offsets within a tile in 32 bits.
@@ -36,27 +43,20 @@ class Call:
     """What every launch of one call shares."""
 
     x: Tensor
-    recurrence: Tiling
-    gradient: Tiling
+    tiling: Tiling
     blocks: int
     from_logits: bool
     has_first: bool
     has_state: bool
 
-    def tiling(self, kernel: str) -> Tiling:
-        """Tile of the kernel of that name in ``OPTIONS``."""
-        return self.gradient if kernel == "gradient" else self.recurrence
-
     def split(self, kernel: str) -> Split:
         """Segments for the kernel of that name in ``OPTIONS``."""
-        tiling = self.tiling(kernel)
-        columns = self.x.shape[0] * self.blocks * tiling.slices
         programs = OPTIONS[kernel].resident * multiprocessors(self.x.device.index)
-        return split_row(self.x.shape[1], tiling.T, columns, programs)
+        return split_row(self.x.shape[1], self.tiling.T, self.programs(1), programs)
 
-    def programs(self, kernel: str, segments: int) -> int:
+    def programs(self, segments: int) -> int:
         """Programs that run that many segments of every row and channel block."""
-        return self.x.shape[0] * self.blocks * self.tiling(kernel).slices * segments
+        return self.x.shape[0] * self.blocks * self.tiling.slices * segments
 
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         batch, length, width = self.x.shape
@@ -68,7 +68,7 @@ class Call:
         if self.x.dtype == torch.float32 or self.from_logits:
             options["PICK"] = False
         return (
-            self.tiling(kernel).constants()
+            self.tiling.constants()
             | options
             | {
                 "FROM_LOGITS": self.from_logits,
@@ -108,11 +108,11 @@ def forward(
     numbers = (*call.sizes(), split.tiles, split.tiles_per_segment, split.segments)
     common = {"J": 8, "SAVE": True}
     if split.segments > 1:
-        programs = call.programs("forward_summary", split.segments - 1)
+        programs = call.programs(split.segments - 1)
         constants = call.constants("forward_summary")
         launch(forward_kernel, programs, *pointers, state, *results, *numbers, SUMMARY=True, **common, **constants)
     constants = call.constants("forward")
-    programs = call.programs("forward", split.segments)
+    programs = call.programs(split.segments)
     launch(forward_kernel, programs, *pointers, state, *results, *numbers, SUMMARY=False, **common, **constants)
     return y, final_state, saved
 
@@ -127,29 +127,22 @@ def backward(
     grad_final: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """grad_x, parameter gradients as one float32 vector, grad of the initial state, and of the logits where kept."""
-    x, tiling = call.x, call.gradient
+    x, tiling = call.x, call.tiling
     batch, length, width = x.shape
     blocks, w = call.blocks, tiling.w
-    whole = tiling.slices == 1 and not call.from_logits
-    weights_inside = whole and tiling.M <= 64
-    logit_grads = not weights_inside
+    fused = w <= FUSED_CHANNELS["gradient"] and not call.from_logits
     split = call.split("gradient")
     grad_y = row_major(grad_y)
     grad_x = torch.empty((batch, length, width), dtype=x.dtype, device=x.device)
     grad_initial = x.new_empty((batch, width), dtype=torch.float32)
     summaries = x.new_empty((2, split.segments, batch, width), dtype=torch.float32)
+    grad_li, grad_la = (None, None) if fused else (torch.empty_like(grad_x), torch.empty_like(grad_x))
     weight_count = 0 if call.from_logits else 2 * blocks * w * w
-    vector_parts = split.segments * batch
-    weight_parts = vector_parts if weights_inside else 0
-    grad_li = grad_la = None
-    if logit_grads:
-        grad_li, grad_la = torch.empty_like(grad_x), torch.empty_like(grad_x)
-        if not call.from_logits:
-            pieces = 1 if tiling.M == 128 else cdiv(w, 64)
-            wanted = max(1, multiprocessors(x.device.index) // (blocks * pieces * pieces))
-            run = cdiv(cdiv(length, cdiv(wanted, batch)), 64) * 64
-            row_parts = cdiv(length, run)
-            weight_parts = batch * row_parts
+    vector_parts = weight_parts = split.segments * batch
+    if not fused:
+        tile = projection_tile(w)
+        runs = split_row(length, tile["T"], batch * blocks * tile["pieces"], multiprocessors(x.device.index))
+        weight_parts = batch * runs.segments
     partial_weights = x.new_empty((weight_parts, weight_count), dtype=torch.float32)
     partial_vectors = x.new_empty((vector_parts, 3 * width), dtype=torch.float32)
     total = x.new_empty(weight_count + 3 * width, dtype=torch.float32)
@@ -160,31 +153,25 @@ def backward(
     numbers = (*call.sizes(), *strides, split.tiles, split.tiles_per_segment, split.segments)
     if split.segments > 1:
         launch(
-            summary_kernel, call.programs("summary", split.segments - 1),
+            summary_kernel, call.programs(split.segments - 1),
             x, a_logits, linear[2], linear[3], a_param, marks, grad_y, summaries[0], summaries[1], *numbers,
             **call.constants("summary"),
         )  # fmt: skip
     constants = call.constants("gradient")
     launch(
-        gradient_kernel, call.programs("gradient", split.segments),
+        gradient_kernel, call.programs(split.segments),
         x, input_logits, a_logits, *linear, a_param, marks, saved, grad_y,
         a_param if grad_final is None else grad_final, summaries[0], summaries[1], grad_x,
         grad_x if grad_li is None else grad_li, grad_x if grad_la is None else grad_la, partial_weights,
         partial_vectors, grad_initial, *numbers,
-        HAS_GRAD_FINAL=grad_final is not None, PROJECT_BACK=whole, WEIGHTS=weights_inside, LOGIT_GRADS=logit_grads,
-        J=8, **constants,
+        HAS_GRAD_FINAL=grad_final is not None, FUSED=fused, J=8, **constants,
     )  # fmt: skip
-    if logit_grads and not call.from_logits:
-        tile = {"w": w, "pieces": pieces, "M": 128 if tiling.M == 128 else 64, "OPERAND": constants["OPERAND"]}
-        if not whole:
-            launch(
-                project_back_kernel, cdiv(batch * length, 64) * pieces * blocks,
-                grad_li, grad_la, linear[0], linear[2], grad_x, width, blocks, batch * length, T=64, **tile,
-            )  # fmt: skip
+    if not fused and not call.from_logits:
         launch(
-            weight_kernel, weight_parts * blocks * pieces * pieces,
-            x, grad_li, grad_la, partial_weights, length, width, blocks, x.stride(0), x.stride(1), row_parts,
-            run, T=64, STAGES=2, num_warps=8, **tile,
+            projection_kernel, weight_parts * blocks * tile["pieces"],
+            x, grad_li, grad_la, linear[0], linear[2], grad_x, partial_weights, length, width, blocks, x.stride(0),
+            x.stride(1), runs.segments, runs.tiles_per_segment * tile["T"],
+            w=w, OPERAND=constants["OPERAND"], STAGES=OPTIONS["projection"].stages, num_warps=8, **tile,
         )  # fmt: skip
     launch(
         reduce_kernel, cdiv(weight_count, 512) + cdiv(3 * width, 512),

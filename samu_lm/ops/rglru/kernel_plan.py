@@ -51,11 +51,14 @@ OPTIONS = {
     "forward": Options(resident=3),
     "summary": Options(resident=2),
     "gradient": Options(resident=2),
+    "projection": Options(resident=1),
 }
 
 
-# Tokens of a tile, by the block's channels rounded up: wider tiles keep more numbers per thread than it has registers.
-TILE_TOKENS = {16: 64, 32: 64, 64: 32, 128: 32}
+# Tokens of a tile: more would keep more numbers per thread than it has registers.
+TILE_TOKENS = {"mixer": 32, "logits": 64}
+# Widest gate block whose weight gradients a program keeps in registers while it walks its segment.
+FUSED_CHANNELS = {"gradient": 64}
 
 
 @dataclass(frozen=True)
@@ -78,28 +81,27 @@ class Tiling:
         return {name: getattr(self, name) for name in names} | {"num_warps": self.warps}
 
 
-# Most rows of a tile; a block of more channels is cut into slices of 64.
-LARGEST_ROWS = {"recurrence": 128, "gradient": 128}
-
-
 @lru_cache
-def mixer_tiling(w: int, purpose: str) -> Tiling:
-    """Tile for gate blocks of w channels: the whole block where it has at most ``LARGEST_ROWS``, else slices.
-
-    ``purpose`` is ``recurrence`` (forward kernels and the backward summary) or ``gradient``; their T agree.
-    """
+def mixer_tiling(w: int) -> Tiling:
+    """Tile for gate blocks of w channels: the whole block up to 64 channels, slices of 64 beyond."""
     whole = max(16, next_power_of_two(w))
-    m = whole if whole <= LARGEST_ROWS[purpose] else 64
-    k1 = whole if whole <= 128 else 128
+    m, k1 = min(whole, 64), min(whole, 128)
     k2 = 0 if w <= k1 else max(16, next_power_of_two(w - k1))
-    groups = 4 if m >= 64 else 4 * (64 // m)
-    return Tiling(w, cdiv(w, m), m, TILE_TOKENS[min(whole, 128)], groups, 2, k1, k2, 8 if m == 128 else 4)
+    return Tiling(w, cdiv(w, m), m, TILE_TOKENS["mixer"], 4 * (64 // m), 2, k1, k2, 4)
 
 
 @lru_cache
 def logits_tiling() -> Tiling:
     """Tile where the logits come from memory: loads put rows of tokens across 16 groups of threads."""
-    return Tiling(LOGITS_CHANNELS, 1, LOGITS_CHANNELS, 64, 16, 1, 16, 0, 4)
+    return Tiling(LOGITS_CHANNELS, 1, LOGITS_CHANNELS, TILE_TOKENS["logits"], 16, 1, 16, 0, 4)
+
+
+@lru_cache
+def projection_tile(w: int) -> dict[str, int]:
+    """Tile of ``projection_kernel``: whole blocks up to 128 channels, 64 input channels a program beyond."""
+    n = max(16, next_power_of_two(w))
+    m = n if n <= 128 else 64
+    return {"pieces": cdiv(w, m), "M": m, "N": n, "T": 64}
 
 
 @lru_cache

@@ -191,13 +191,11 @@ def states(a, v, carry, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: 
 
 
 @triton.jit
-def states_and_adjoints(a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
-    """Both directions at once, sharing the products of transitions.
+def both_before(a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
+    """What reaches every token of ``[M, Q, K]`` from before and from behind; the two share products of transitions.
 
-    Forward h -> a h + v from ``h`` ``[M]`` before the tile; backward g -> a g + u from ``g`` ``[M]`` behind it.
-
-    Returns:
-        State before every token, adjoint that reaches every token from behind, and the adjoint before the tile.
+    Forward h -> a h + v from ``h`` ``[M]`` before the tile, backward g -> a g + u from ``g`` ``[M]`` behind it.
+    Also returns the adjoint before the tile.
     """
     if K == 1:
         a = tl.reshape(a, [M, Q])
@@ -208,12 +206,38 @@ def states_and_adjoints(a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl
         a0, a1 = halves(a, M, Q, K)
         v0, v1 = halves(v, M, Q, K)
         u0, u1 = halves(u, M, Q, K)
-        before, behind, g = states_and_adjoints(
+        before, behind, g = both_before(
             a1 * a0, advance(a1, v1, v0, CUT), advance(a0, u0, u1, CUT), h, g, CUT, M, Q, K // 2
         )
         before = tl.reshape(tl.join(before, advance(a0, v0, before, CUT)), [M, Q, K])
         behind = tl.reshape(tl.join(advance(a1, u1, behind, CUT), behind), [M, Q, K])
         return before, behind, g
+
+
+@triton.jit
+def moved(a, h, CUT: tl.constexpr):
+    """a h; under CUT a transition of exactly 0 gives 0 whatever h is."""
+    if CUT:
+        return tl.where(a == 0.0, 0.0, a * h)
+    return a * h
+
+
+@triton.jit
+def moved_states_and_adjoints(a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
+    """a times the state before every token, the adjoint that reaches it from behind, and the adjoint before the tile.
+
+    Arguments as in ``both_before``; K is at least 2.
+    """
+    a0, a1 = halves(a, M, Q, K)
+    v0, v1 = halves(v, M, Q, K)
+    u0, u1 = halves(u, M, Q, K)
+    before, behind, g = both_before(
+        a1 * a0, advance(a1, v1, v0, CUT), advance(a0, u0, u1, CUT), h, g, CUT, M, Q, K // 2
+    )
+    even = moved(a0, before, CUT)
+    odd = moved(a1, even + v0, CUT)
+    behind = tl.reshape(tl.join(advance(a1, u1, behind, CUT), behind), [M, Q, K])
+    return tl.reshape(tl.join(even, odd), [M, Q, K]), behind, g
 
 
 @triton.jit
