@@ -68,7 +68,7 @@ def plot_loss_by_position(path: Path, figures: Mapping[str, Any], *, title: str)
     place: dict[str, Any] = {"xy": (1.0, floor), "xycoords": ("axes fraction", "data"), "xytext": (-4, 4)}
     loss.annotate(label, **place, **_TEXT, ha="right", color=_FLOOR)
     loss.set_ylim(bottom=0, top=1.12 * max([floor, *(v + e for v, e in zip(values, errors))]))
-    loss.set_ylabel("loss (nats per token)")
+    loss.set_ylabel("loss (nats per token ± standard error)")
     loss.set_title(title, loc="left", fontsize=10.5, color=_INK)
     for b, left, right, centre in zip(bins, lefts, rights, centres):
         count.fill_between([left, right], 0.5, b["targets"], color=_LINE, alpha=0.22, lw=0)
