@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from samu_lm.ops.samu.kernel_controls import token_gradients
-from samu_lm.ops.samu.kernel_scan import (
+from samu_lm.ops.samu.kernel_rows import (
     advance,
     kept_state,
     lanes_of,
@@ -30,9 +30,12 @@ from samu_lm.ops.samu.kernel_scan import (
     load_pair,
     load_record,
     load_row,
+    stack,
     store_pair,
     transition,
+    unstack,
     widen,
+    within_thread,
 )
 from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, MODE_ROWS, NU2, SIN
 
@@ -120,40 +123,6 @@ def chunk_adjoints_kernel(
             g_im = gamma * _through(dy_im, bits_im, STEP - 1 - j, BLOCK, PACKED) + m_im
             m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, forget, t + j < length, TAIL)
     store_pair(adjoints + chunk.to(tl.int64) * (2 * M), m_re, m_im, modes, mask, M, EVEN)
-
-
-@triton.jit
-def _within_thread(values, BLOCK: tl.constexpr, PER_THREAD: tl.constexpr):
-    """Sums of neighbours that one thread holds: free of any exchange, and fewer registers to keep."""
-    if PER_THREAD == 1:
-        return values
-    return tl.sum(tl.reshape(values, [BLOCK // PER_THREAD, PER_THREAD]), axis=1)
-
-
-@triton.jit
-def _stack(values, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """COUNT vectors as one tensor, vector k at index k of the trailing axes of size 2, most significant bit first."""
-    for level in tl.static_range(LEVELS):
-        joined = ()
-        for k in tl.static_range(COUNT >> (level + 1)):
-            joined = joined + (tl.join(values[k], values[k + (COUNT >> (level + 1))]),)
-        values = joined
-    return values[0]
-
-
-@triton.jit
-def _unstack(total, LEVELS: tl.constexpr):
-    """The scalars of a tensor of LEVELS axes of size 2, in the order of :func:`_stack`."""
-    parts = (total,)
-    for level in tl.static_range(LEVELS):
-        low = ()
-        high = ()
-        for k in tl.static_range(1 << level):
-            first, second = tl.split(parts[k])
-            low = low + (first,)
-            high = high + (second,)
-        parts = low + high
-    return parts
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
@@ -298,8 +267,8 @@ def gradients_kernel(
             by_radius += stretch * radius
             by_angle += angle
             by_gamma += g_re * widen(x_re, BLOCK, PACKED) + g_im * widen(x_im, BLOCK, PACKED)
-            radius_sums = (_within_thread(nu2 * radius, BLOCK, PER_THREAD),) + radius_sums
-            angle_sums = (_within_thread(angle, BLOCK, PER_THREAD),) + angle_sums
+            radius_sums = (within_thread(nu2 * radius, BLOCK, PER_THREAD),) + radius_sums
+            angle_sums = (within_thread(angle, BLOCK, PER_THREAD),) + angle_sums
             if FUSED:
                 x_grads = ((g_re, g_im),) + x_grads
             else:
@@ -313,8 +282,8 @@ def gradients_kernel(
                     tl.store(out + modes, dx_re, mask=mask & (t + j < length))
                     tl.store(out + M + modes, dx_im, mask=mask & (t + j < length))
             m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, forget, t + j < length, TAIL)
-        stacked = _stack(radius_sums + angle_sums, 2 * STEP, LEVELS + 1)
-        totals = _unstack(tl.sum(stacked, axis=0), LEVELS + 1)
+        stacked = stack(radius_sums + angle_sums, 2 * STEP, LEVELS + 1)
+        totals = unstack(tl.sum(stacked, axis=0), LEVELS + 1)
         for j in tl.static_range(STEP):
             tl.store(out_sums + start + j, totals[j])
             tl.store(out_sums + plane + start + j, totals[STEP + j])

@@ -11,12 +11,14 @@ Chunk records ``[3, B * chunks]``: sum of exp(eta), or -1 if the chunk holds a f
 delta: with them a chunk's product of transitions is a closed form.
 """
 
-# Device code is Triton's language, not Python's: values have no Python types.
+# Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
+# ruff: noqa: RUF005
 # mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
+from samu_lm.ops.samu.kernel_rows import lanes_of, load_pair, load_row, stack, unstack, widen, within_thread
 from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS, tanh
 
 FORGET = tl.constexpr(2.0)  # in the place of a cosine
@@ -25,37 +27,64 @@ MAX_ETA = tl.constexpr(80.0)
 
 
 @triton.jit
-def _logits(
-    x_row, table, records, plane, valid, M, stride_t, ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr
+def row_logits(
+    row,
+    table,
+    records,
+    plane,
+    left,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    STEP: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MODE_BLOCKS: tl.constexpr,
+    PER_THREAD: tl.constexpr,
+    EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """Logits of ROWS tokens from token ``x_row`` on, both directions, into records 5 and 6."""
-    width = 2 * M
-    rows = tl.arange(0, ROWS)
-    phase = tl.zeros([ROWS, BLOCK], tl.float32)
-    radial = tl.zeros([ROWS, BLOCK], tl.float32)
+    """Logits of the STEP tokens from ``row`` on (the first ``left`` of them exist), into records 5 and 6.
+
+    Modes lie as in the passes over tokens, not in a tile: rows need no change of layout, and one exchange serves
+    every sum of the step.
+    """
     unit = table + MODE_ROWS * M
-    for start in range(0, width, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        at = x_row + rows[:, None] * stride_t + columns[None, :]
-        if EVEN:
-            x = tl.load(at, mask=valid[:, None], other=0.0).to(tl.float32)
-            u = tl.load(unit + columns)
-            v = tl.load(unit + (width + 1) + columns)
-        else:
-            inside = columns < width
-            x = tl.load(at, mask=valid[:, None] & inside[None, :], other=0.0).to(tl.float32)
-            u = tl.load(unit + columns, mask=inside, other=0.0)
-            v = tl.load(unit + (width + 1) + columns, mask=inside, other=0.0)
-        phase += x * u[None, :]
-        radial += x * v[None, :]
-    phase_logit = tl.sum(phase, axis=1) + tl.load(unit + width)
-    radial_logit = tl.sum(radial, axis=1) + tl.load(unit + 2 * width + 1)
-    tl.store(records + 5 * plane + rows, phase_logit)
-    tl.store(records + 6 * plane + rows, radial_logit)
+    phase = ()
+    radial = ()
+    for block in tl.static_range(MODE_BLOCKS):
+        modes = block * BLOCK + tl.arange(0, BLOCK)
+        mask = modes < M
+        lanes, lane_mask = lanes_of(block, M, BLOCK, PACKED)
+        rows = ()
+        for j in tl.static_range(STEP):
+            rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, j < left, M, EVEN, TAIL, PACKED),)
+        phase_re, phase_im = load_pair(unit, modes, mask, M, EVEN)
+        radial_re, radial_im = load_pair(unit + 2 * M + 1, modes, mask, M, EVEN)
+        phase_block = ()
+        radial_block = ()
+        for j in tl.static_range(STEP):
+            x_re, x_im = rows[j]
+            x_re, x_im = widen(x_re, BLOCK, PACKED), widen(x_im, BLOCK, PACKED)
+            by_phase = within_thread(x_re * phase_re + x_im * phase_im, BLOCK, PER_THREAD)
+            by_radial = within_thread(x_re * radial_re + x_im * radial_im, BLOCK, PER_THREAD)
+            if block > 0:
+                by_phase += phase[j]
+                by_radial += radial[j]
+            phase_block = phase_block + (by_phase,)
+            radial_block = radial_block + (by_radial,)
+        phase = phase_block
+        radial = radial_block
+    totals = unstack(tl.sum(stack(phase + radial, 2 * STEP, LEVELS + 1), axis=0), LEVELS + 1)
+    phase_bias = tl.load(unit + 2 * M)
+    radial_bias = tl.load(unit + 4 * M + 1)
+    for j in tl.static_range(STEP):
+        tl.store(records + 5 * plane + j, totals[j] + phase_bias)
+        tl.store(records + 6 * plane + j, totals[STEP + j] + radial_bias)
 
 
 @triton.jit
-def _token_records(records, plane, scalars, valid, first, SAVE: tl.constexpr, TOKENS: tl.constexpr):
+def token_records(records, plane, scalars, valid, first, SAVE: tl.constexpr, TOKENS: tl.constexpr):
     """Rows 0 to 4 of TOKENS tokens from their logits; returns (exp(eta), delta) of the valid ones, else 0."""
     i = tl.arange(0, TOKENS)
     p = tanh(tl.load(records + 5 * plane + i))
@@ -77,7 +106,7 @@ def _token_records(records, plane, scalars, valid, first, SAVE: tl.constexpr, TO
 
 
 @triton.jit
-def _chunk_record(chunk_records, chunk, chunks, total, angle, firsts):
+def chunk_record(chunk_records, chunk, chunks, total, angle, firsts):
     """Closed form of a chunk's product of transitions."""
     tl.store(chunk_records + chunk, tl.where(firsts > 0, -1.0, total))
     tl.store(chunk_records + chunks + chunk, tl.cos(angle))
@@ -98,9 +127,14 @@ def controls_kernel(
     M: tl.constexpr,
     STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MODE_BLOCKS: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    PACKED: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     SAVE: tl.constexpr,
 ):
@@ -111,9 +145,24 @@ def controls_kernel(
     plane = chunks.to(tl.int64) * CHUNK
     own = records + chunk.to(tl.int64) * CHUNK
     x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * STRIDE_T
-    for r in range(0, CHUNK, ROWS):
-        valid = start + r + tl.arange(0, ROWS) < length
-        _logits(x_row + r * STRIDE_T, table, own + r, plane, valid, M, STRIDE_T, ROWS, BLOCK, EVEN)
+    for r in range(0, CHUNK, STEP):
+        row_logits(
+            x_row + r * STRIDE_T,
+            table,
+            own + r,
+            plane,
+            length - start - r,
+            M,
+            STRIDE_T,
+            STEP,
+            LEVELS,
+            BLOCK,
+            MODE_BLOCKS,
+            PER_THREAD,
+            EVEN,
+            TAIL,
+            PACKED,
+        )
     # The logits were reduced a tile at a time; below, each thread takes a token of its own.
     tl.debug_barrier()
     tokens = start + tl.arange(0, CHUNK)
@@ -123,8 +172,8 @@ def controls_kernel(
     else:
         flags = tl.zeros([CHUNK], tl.int32)
     scalars = table + MODE_ROWS * M + 2 * (2 * M + 1)
-    stretch, delta = _token_records(own, plane, scalars, valid, flags, SAVE, CHUNK)
-    _chunk_record(chunk_records, chunk, chunks, tl.sum(stretch), tl.sum(delta), tl.sum(flags))
+    stretch, delta = token_records(own, plane, scalars, valid, flags, SAVE, CHUNK)
+    chunk_record(chunk_records, chunk, chunks, tl.sum(stretch), tl.sum(delta), tl.sum(flags))
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
@@ -159,7 +208,7 @@ def given_controls_kernel(
     tl.store(own, tl.where(keep, stretch, 0.0))
     tl.store(own + plane, tl.where(keep, tl.cos(angle), FORGET))
     tl.store(own + 2 * plane, tl.sin(angle))
-    _chunk_record(chunk_records, chunk, chunks, tl.sum(tl.where(valid, stretch, 0.0)), tl.sum(angle), tl.sum(flags))
+    chunk_record(chunk_records, chunk, chunks, tl.sum(tl.where(valid, stretch, 0.0)), tl.sum(angle), tl.sum(flags))
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
@@ -176,9 +225,14 @@ def public_controls_kernel(
     M: tl.constexpr,
     STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
+    LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
+    MODE_BLOCKS: tl.constexpr,
+    PER_THREAD: tl.constexpr,
     EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """The controls themselves, ``[B, L]``; their logits stay in records 5 and 6 for the backward pass."""
     chunk = tl.program_id(0)
@@ -187,9 +241,24 @@ def public_controls_kernel(
     plane = chunks.to(tl.int64) * CHUNK
     own = records + chunk.to(tl.int64) * CHUNK
     x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * STRIDE_T
-    for r in range(0, CHUNK, ROWS):
-        valid = start + r + tl.arange(0, ROWS) < length
-        _logits(x_row + r * STRIDE_T, table, own + r, plane, valid, M, STRIDE_T, ROWS, BLOCK, EVEN)
+    for r in range(0, CHUNK, STEP):
+        row_logits(
+            x_row + r * STRIDE_T,
+            table,
+            own + r,
+            plane,
+            length - start - r,
+            M,
+            STRIDE_T,
+            STEP,
+            LEVELS,
+            BLOCK,
+            MODE_BLOCKS,
+            PER_THREAD,
+            EVEN,
+            TAIL,
+            PACKED,
+        )
     tl.debug_barrier()
     i = tl.arange(0, CHUNK)
     valid = start + i < length

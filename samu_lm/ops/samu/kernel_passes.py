@@ -21,6 +21,7 @@ from samu_lm.ops.samu.kernel_controls import (
     rank_two_kernel,
     scan_token_gradients_kernel,
 )
+from samu_lm.ops.samu.kernel_fused import controls_and_states_kernel
 from samu_lm.ops.samu.kernel_plan import Layout, Plan, layout
 from samu_lm.ops.samu.kernel_plan import plan_for as _plan_for
 from samu_lm.ops.samu.kernel_prefix import carries_kernel, group_states_kernel
@@ -101,17 +102,61 @@ class Passes:
             num_warps=2,
         )
 
-    def _control_tiles(self) -> dict[str, int]:
+    def _control_sizes(self) -> dict[str, int]:
         plan = self.plan
+        block = min(plan.control_block, max(16, next_power_of_two(self.modes)))
         return {
             "M": self.modes,
             "STRIDE_T": self.stride_t,
             "CHUNK": plan.chunk,
-            "ROWS": plan.control_rows,
-            "BLOCK": plan.control_block,
-            "EVEN": self.width % plan.control_block == 0,
+            "STEP": plan.step,
+            "LEVELS": plan.step.bit_length() - 1,
+            "BLOCK": block,
+            "MODE_BLOCKS": cdiv(self.modes, block),
+            "PER_THREAD": max(1, block // (32 * plan.control_warps)),
+            "EVEN": self.modes % block == 0,
+            "TAIL": self.length % plan.chunk != 0,
+            "PACKED": self.packed,
             "num_warps": plan.control_warps,
         }
+
+    def fill_records_and_states(self, first: Tensor | None, initial_state: Tensor | None, save: bool) -> Tensor:
+        """Controls and chunk states in one pass; returns the states."""
+        lay, plan = self.layout, self.plan
+        states = self.new(lay.chunks, self.width)
+        block = max(16, next_power_of_two(self.modes))
+        piece = min(plan.piece, plan.chunk)
+        launch(
+            controls_and_states_kernel,
+            lay.chunks,
+            self.x,
+            self.x if first is None else first.contiguous(),
+            self.table,
+            self.x if initial_state is None else initial_state.contiguous(),
+            self.records,
+            self.chunk_records,
+            states,
+            self.length,
+            lay.row_chunks,
+            lay.chunks,
+            self.x.stride(0),
+            M=self.modes,
+            STRIDE_T=self.stride_t,
+            CHUNK=plan.chunk,
+            PIECE=piece,
+            STEP=plan.step,
+            LEVELS=plan.step.bit_length() - 1,
+            BLOCK=block,
+            PER_THREAD=max(1, block // (32 * plan.control_warps)),
+            HAS_FIRST=first is not None,
+            HAS_INITIAL=initial_state is not None,
+            SAVE=save,
+            EVEN=self.modes == block,
+            TAIL=self.length % plan.chunk != 0,
+            PACKED=self.packed,
+            num_warps=plan.control_warps,
+        )
+        return states
 
     def fill_records(self, first: Tensor | None, save: bool) -> None:
         lay = self.layout
@@ -129,7 +174,7 @@ class Passes:
             self.x.stride(0),
             HAS_FIRST=first is not None,
             SAVE=save,
-            **self._control_tiles(),
+            **self._control_sizes(),
         )
 
     def fill_records_from(self, eta: Tensor, delta: Tensor, first: Tensor | None) -> None:
@@ -183,15 +228,15 @@ class Passes:
             launch(group_states_kernel, groups * mode_blocks, *args, **sizes, num_warps=1)
         launch(carries_kernel, groups * mode_blocks, *args, **sizes, num_warps=1)
 
-    def scan(self, initial_state: Tensor | None, save: bool) -> tuple[Tensor, Tensor]:
+    def scan(self, initial_state: Tensor | None, save: bool, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """y and final state; ``states`` are the chunks' own states where they are there already."""
         lay, plan = self.layout, self.plan
         mode_blocks = cdiv(self.modes, plan.block)
         even = self.modes % plan.block == 0
         y = self.new(self.batch, self.length, self.width, dtype=self.x.dtype)
         final_state = self.new(self.batch, self.width)
         initial = self.x if initial_state is None else initial_state.contiguous()
-        states = self.table
-        if lay.row_chunks > 1:
+        if states is None and lay.row_chunks > 1:
             states = self.new(lay.chunks, self.width)
             launch(
                 chunk_states_kernel,
@@ -215,6 +260,9 @@ class Passes:
                 PACKED=self.packed,
                 num_warps=plan.warps,
             )
+        if states is None:
+            states = self.table
+        elif lay.row_chunks > 1:
             self.prefix(states, reverse=False)
         launch(
             outputs_kernel,
@@ -349,7 +397,7 @@ class Passes:
         partials: Tensor,
         given: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        lay, width = self.layout, self.width
+        lay, plan, width = self.layout, self.plan, self.width
         launch(
             rank_two_kernel,
             lay.chunks,
@@ -368,7 +416,13 @@ class Passes:
             self.x.stride(0),
             PARTS=parts,
             GIVEN=given is not None,
-            **self._control_tiles(),
+            M=self.modes,
+            STRIDE_T=self.stride_t,
+            CHUNK=plan.chunk,
+            ROWS=min(16, plan.chunk),
+            BLOCK=256,
+            EVEN=width % 256 == 0,
+            num_warps=4,
         )
 
     def parameter_gradients(
@@ -441,8 +495,12 @@ def mixer_forward(
     passes = Passes(x, save, controls_given=False)
     passes.use(passes.new(passes.layout.total))
     passes.fill_table(parameters, parameters.nu_log, parameters.theta_log, spectrum=True)
-    passes.fill_records(first, save)
-    y, final_state = passes.scan(initial_state, save)
+    states = None
+    if passes.plan.fused_controls and passes.layout.row_chunks > 1:
+        states = passes.fill_records_and_states(first, initial_state, save)
+    else:
+        passes.fill_records(first, save)
+    y, final_state = passes.scan(initial_state, save, states)
     return y, final_state, passes.kept if save else passes.new(0)
 
 
@@ -543,7 +601,7 @@ def controls_forward(
         lay.row_chunks,
         lay.chunks,
         passes.x.stride(0),
-        **passes._control_tiles(),
+        **passes._control_sizes(),
     )
     return eta, delta, passes.kept
 

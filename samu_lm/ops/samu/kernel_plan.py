@@ -38,8 +38,9 @@ class Plan:
     gradient_warps: int = 2
     fused: bool = False
     rebuild: bool = False
-    control_rows: int = 16
-    control_block: int = 256
+    fused_controls: bool = False
+    piece: int = 32
+    control_block: int = 512
     control_warps: int = 4
 
     def for_shape(self, length: int, modes: int) -> Plan:
@@ -56,8 +57,6 @@ class Plan:
             block=block,
             gradient_block=gradient_block,
             chunk=chunk,
-            control_rows=min(self.control_rows, chunk),
-            control_block=min(self.control_block, max(32, next_power_of_two(2 * modes))),
         )
 
 

@@ -17,108 +17,17 @@ one exponential per mode and token, and no memory.
 import triton
 import triton.language as tl
 
+from samu_lm.ops.samu.kernel_rows import (
+    advance,
+    lanes_of,
+    load_modes,
+    load_record,
+    load_row,
+    store_pair,
+    transition,
+    widen,
+)
 from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, NU2, SIN
-
-
-@triton.jit
-def lanes_of(block, M, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """What :func:`load_row` reads a block of modes by: modes, or pairs of them; and which exist."""
-    if PACKED:
-        lanes = block * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-        mask = lanes < M // 2
-    else:
-        lanes = block * BLOCK + tl.arange(0, BLOCK)
-        mask = lanes < M
-    return lanes, mask
-
-
-@triton.jit
-def load_row(row, lanes, mask, inside, M, EVEN: tl.constexpr, TAIL: tl.constexpr, PACKED: tl.constexpr):
-    """Real and imaginary parts of a token's modes as they lie in memory; 0 where there is no such mode or token.
-
-    With PACKED two bfloat16 neighbours stay one word until :func:`widen`, which halves the registers of rows that
-    wait for their turn.
-    """
-    if PACKED:
-        words = row.to(tl.pointer_type(tl.int32))
-        re = words + lanes
-        im = words + M // 2 + lanes
-    else:
-        re = row + lanes
-        im = row + M + lanes
-    if EVEN:
-        if TAIL:
-            return tl.load(re, mask=inside, other=0), tl.load(im, mask=inside, other=0)
-        return tl.load(re), tl.load(im)
-    if TAIL:
-        mask = mask & inside
-    return tl.load(re, mask=mask, other=0), tl.load(im, mask=mask, other=0)
-
-
-@triton.jit
-def widen(row, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """float32 values of half a row that :func:`load_row` read."""
-    if PACKED:
-        low = (row << 16).to(tl.float32, bitcast=True)
-        high = (row & -65536).to(tl.float32, bitcast=True)
-        values = tl.reshape(tl.join(low, high), [BLOCK])
-    else:
-        values = row.to(tl.float32)
-    return values
-
-
-@triton.jit
-def load_pair(row, modes, mask, M, EVEN: tl.constexpr):
-    """As :func:`load_row`, for float32 rows of states or of the table."""
-    if EVEN:
-        return tl.load(row + modes), tl.load(row + M + modes)
-    return tl.load(row + modes, mask=mask, other=0.0), tl.load(row + M + modes, mask=mask, other=0.0)
-
-
-@triton.jit
-def store_pair(row, re, im, modes, mask, M, EVEN: tl.constexpr):
-    """Writes a float32 row of a state."""
-    if EVEN:
-        tl.store(row + modes, re)
-        tl.store(row + M + modes, im)
-    else:
-        tl.store(row + modes, re, mask=mask)
-        tl.store(row + M + modes, im, mask=mask)
-
-
-@triton.jit
-def load_modes(table, row: tl.constexpr, modes, mask, M, EVEN: tl.constexpr):
-    """One row of the parameters' table."""
-    if EVEN:
-        return tl.load(table + row * M + modes)
-    return tl.load(table + row * M + modes, mask=mask, other=0.0)
-
-
-@triton.jit
-def load_record(record, plane):
-    """exp(eta), cos(delta), sin(delta) of one token, and whether it forgets what came before."""
-    turn_cos = tl.load(record + plane)
-    return tl.load(record), turn_cos, tl.load(record + 2 * plane), turn_cos > 1.5
-
-
-@triton.jit
-def transition(nu2, cos, sin, stretch, turn_cos, turn_sin):
-    """exp(-nu exp(eta)) exp(i (theta + delta)); finite but meaningless at a first token, where it must not be used."""
-    r = tl.exp2(nu2 * stretch)
-    return r * (cos * turn_cos - sin * turn_sin), r * (sin * turn_cos + cos * turn_sin)
-
-
-@triton.jit
-def kept_state(h_re, h_im, forget):
-    """The old state, selected away at a first token, even if it is infinite."""
-    return tl.where(forget, 0.0, h_re), tl.where(forget, 0.0, h_im)
-
-
-@triton.jit
-def advance(a_re, a_im, h_re, h_im, x_re, x_im, forget):
-    """a h + x, without the old state at a first token."""
-    h_re, h_im = kept_state(h_re, h_im, forget)
-    return a_re * h_re - a_im * h_im + x_re, a_re * h_im + a_im * h_re + x_im
 
 
 @triton.jit(do_not_specialize=["row_chunks", "chunks"])

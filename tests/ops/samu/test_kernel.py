@@ -22,8 +22,8 @@ PLANS = {
     "plain": Plan(chunk=16, group=8, block=16, gradient_block=16),
     "sparse states": Plan(chunk=32, save_every=16, group=8, block=32, gradient_block=16),
     "short steps": Plan(chunk=16, step=4, gradient_step=4, save_every=4, group=8, block=16, gradient_block=32),
-    "fused": Plan(chunk=16, group=8, block=16, fused=True, rebuild=True),
-    "fused, sparse states": Plan(chunk=32, save_every=16, group=8, block=64, fused=True),
+    "fused": Plan(chunk=16, group=8, block=16, fused=True, rebuild=True, control_block=16),
+    "fused, sparse states": Plan(chunk=32, save_every=16, group=8, fused=True, fused_controls=True, piece=16),
     "long words": Plan(chunk=64, group=8, block=32, gradient_block=32),
 }
 by_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())

@@ -1,0 +1,128 @@
+"""SAMU kernel that makes the controls and, while x is still in the cache, each chunk's own state.
+
+Shapes as in ``kernel_controls`` and ``kernel_scan``. A program owns the whole rows of one chunk and goes through it in
+pieces: logits of a piece (a tile at a time), its token records (a token per thread), then its tokens in order with
+every mode in registers. The second reading of x comes from the cache.
+"""
+
+import triton
+import triton.language as tl
+
+from samu_lm.ops.samu.kernel_controls import chunk_record, row_logits, token_records
+from samu_lm.ops.samu.kernel_rows import (
+    advance,
+    lanes_of,
+    load_modes,
+    load_record,
+    load_row,
+    store_pair,
+    transition,
+    widen,
+)
+from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, MODE_ROWS, NU2, SIN
+
+# Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
+# ruff: noqa: RUF005
+# mypy: ignore-errors
+
+
+@triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
+def controls_and_states_kernel(
+    x,
+    first,
+    table,
+    initial_state,
+    records,
+    chunk_records,
+    states,
+    length,
+    row_chunks,
+    chunks,
+    stride_b,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PIECE: tl.constexpr,
+    STEP: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PER_THREAD: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    SAVE: tl.constexpr,
+    EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Token records, chunk records, and the state after each chunk but a row's last."""
+    chunk = tl.program_id(0)
+    b = chunk // row_chunks
+    c = chunk % row_chunks
+    plane = chunks.to(tl.int64) * CHUNK
+    scalars = table + MODE_ROWS * M + 2 * (2 * M + 1)
+    modes = tl.arange(0, BLOCK)
+    mask = modes < M
+    lanes, lane_mask = lanes_of(0, M, BLOCK, PACKED)
+    nu2 = load_modes(table, NU2, modes, mask, M, EVEN)
+    cos = load_modes(table, COS, modes, mask, M, EVEN)
+    sin = load_modes(table, SIN, modes, mask, M, EVEN)
+    h_re = tl.zeros([BLOCK], tl.float32)
+    h_im = tl.zeros([BLOCK], tl.float32)
+    if HAS_INITIAL:
+        own = initial_state + b.to(tl.int64) * (2 * M)
+        gamma = load_modes(table, GAMMA, modes, mask, M, EVEN)
+        h_re = tl.load(own + modes, mask=mask & (c == 0), other=0.0).to(tl.float32) / gamma
+        h_im = tl.load(own + M + modes, mask=mask & (c == 0), other=0.0).to(tl.float32) / gamma
+    total = 0.0
+    angle = 0.0
+    firsts = 0
+    for piece in range(0, CHUNK, PIECE):
+        t = c * CHUNK + piece
+        own = records + chunk.to(tl.int64) * CHUNK + piece
+        row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
+        for r in range(0, PIECE, STEP):
+            row_logits(
+                row + r * STRIDE_T,
+                table,
+                own + r,
+                plane,
+                length - t - r,
+                M,
+                STRIDE_T,
+                STEP,
+                LEVELS,
+                BLOCK,
+                1,
+                PER_THREAD,
+                EVEN,
+                TAIL,
+                PACKED,
+            )
+        tl.debug_barrier()
+        tokens = t + tl.arange(0, PIECE)
+        valid = tokens < length
+        if HAS_FIRST:
+            flags = tl.load(first + b.to(tl.int64) * length + tokens, mask=valid, other=0).to(tl.int32)
+        else:
+            flags = tl.zeros([PIECE], tl.int32)
+        stretches, deltas = token_records(own, plane, scalars, valid, flags, SAVE, PIECE)
+        total += tl.sum(stretches)
+        angle += tl.sum(deltas)
+        firsts += tl.sum(flags)
+        tl.debug_barrier()
+        if c < row_chunks - 1:
+            for _start in range(0, PIECE, STEP):
+                rows = ()
+                for j in tl.static_range(STEP):
+                    rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, True, M, EVEN, False, PACKED),)
+                for j in tl.static_range(STEP):
+                    stretch, turn_cos, turn_sin, forget = load_record(own + j, plane)
+                    a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
+                    x_re, x_im = rows[j]
+                    x_re, x_im = widen(x_re, BLOCK, PACKED), widen(x_im, BLOCK, PACKED)
+                    h_re, h_im = advance(a_re, a_im, h_re, h_im, x_re, x_im, forget)
+                row += STEP * STRIDE_T
+                own += STEP
+    chunk_record(chunk_records, chunk, chunks, total, angle, firsts)
+    if c < row_chunks - 1:
+        store_pair(states + chunk.to(tl.int64) * (2 * M), h_re, h_im, modes, mask, M, EVEN)
