@@ -26,6 +26,7 @@ from torch import nn
 
 from samu_lm.config import check_config, signature_of
 from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
+from samu_lm.data.files import launch_path
 from samu_lm.entry import job_errors
 from samu_lm.errors import ConfigError, SamuLMError
 from samu_lm.training.callbacks import BestCheckpoint
@@ -73,7 +74,8 @@ class Plan:
         """The config as plain values; how the run was resumed is not part of it."""
         config = OmegaConf.to_container(self.cfg, resolve=True)
         assert isinstance(config, dict)
-        return {str(key): value for key, value in config.items()} | {"resume": None}
+        plain = {str(key): value for key, value in config.items()} | {"resume": None}
+        return with_absolute_paths(plain)
 
 
 def train(cfg: DictConfig) -> float | None:
@@ -133,8 +135,8 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
     path, checkpoint = None, None
     if cfg.resume is not None:
         path, checkpoint = find_checkpoint(cfg.resume, run_dir)
-        composed = OmegaConf.to_container(cfg, resolve=True)
-        merged = merge_config(composed, checkpoint["samu_lm"]["config"], overrides)  # type: ignore[arg-type]
+        composed = with_absolute_paths(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
+        merged = merge_config(composed, checkpoint["samu_lm"]["config"], overrides)
         cfg = OmegaConf.create(merged)
         check(cfg)
     else:
@@ -168,6 +170,18 @@ def check(cfg: DictConfig) -> None:
     for group in ("model", "data", "tokenizer", "optimizer", "schedule", "trainer"):
         if not isinstance(cfg.get(group), DictConfig) or "_target_" not in cfg[group]:
             raise ConfigError(group, cfg.get(group), f"must be one of configs/{group}")
+
+
+def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A plain config with its data named from the root: a checkpoint means the same files in any folder."""
+    data = dict(config["data"])
+    for key in ("path", "cache_dir"):
+        value = data.get(key)
+        if isinstance(value, str):
+            data[key] = str(launch_path(value))
+        elif value is not None:
+            data[key] = [str(launch_path(entry)) for entry in value]
+    return config | {"data": data}
 
 
 def refuse_overwriting(run_dir: Path) -> None:

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 
 from samu_lm.config import config_dir
 from samu_lm.training.run import run as train
-from tests.evaluation.making import run
+from tests.evaluation.making import run, write_corpus
 
 MAX_STEPS = 4
 SHORT = ["experiment=smoke", "data.max_bytes=30000", "schedule.warmup_steps=1", "logger=none"]
@@ -52,3 +52,22 @@ def test_trained_compiled_evaluates_uncompiled(tmp_path: Path, monkeypatch: pyte
         results = train(compose("train", overrides), tmp_path / "run", overrides)
     plain = run(tmp_path / "run" / "checkpoints" / "last.ckpt", tmp_path / "plain")
     assert plain["nats_per_token"] == pytest.approx(results["val/loss"], rel=1e-5)
+
+
+def test_relative_data_path_means_the_folder_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "there")
+    write_corpus(Path("texts"), documents=8)
+    overrides = [
+        *SHORT[2:],
+        "data=text",
+        "data.path=texts",
+        "data.val_fraction=0.4",
+        *("model.width=16", "model.rnn_width=32", "model.depth=1", "trainer=cpu", "trainer.max_steps=2"),
+    ]
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        results = train(compose("train", overrides), Path("run"), overrides)
+    monkeypatch.chdir(tmp_path)
+    outcome = run(Path("there/run/checkpoints/last.ckpt"), Path("out"))
+    assert outcome["nats_per_token"] == pytest.approx(results["val/loss"], rel=1e-5)
+    assert str(tmp_path / "there" / "texts") in outcome["data"]
