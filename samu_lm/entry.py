@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from samu_lm.config import config_dir
@@ -111,8 +111,8 @@ def reword(error: Exception, arguments: list[str], config_name: str) -> str:
         key, _, value = error.override.partition("=")
         return str(ConfigError(key, value, f"cannot be read ({_first_line(text)}); check quotes and brackets"))
     if match := re.match(r"Could not (override|delete from config|append to config)\W+(.*)", text):
-        key = re.search(r"'([^']+)'", text)
-        return _unknown_key(match[1].split()[0], key[1] if key else match[2], arguments, config_name)
+        named = re.search(r"'([^']+)'", text)
+        return _unknown_key(match[1].split()[0], named[1] if named else match[2], arguments, config_name)
     if isinstance(error, OmegaConfBaseException):
         key = error.full_key or "config"
         return str(ConfigError(key, _value_of(key, arguments), f"{_first_line(text)}; set it to a value that exists"))
@@ -168,19 +168,17 @@ def _known_keys(arguments: list[str], config_name: str) -> list[str]:
                 cfg = compose(config_name, overrides)
         except (HydraException, OmegaConfBaseException):
             continue
-        return list(_keys(cfg))
+        content = OmegaConf.to_container(cfg, resolve=False)
+        return _keys(content) if isinstance(content, dict) else []
     return []
 
 
-def _keys(node: DictConfig, path: str = "") -> list[str]:
-    keys: list[str] = []
-    for key in node:
-        full = f"{path}.{key}" if path else str(key)
-        keys.append(full)
-        child = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index, call-overload]
-        if isinstance(child, dict):
-            keys += _keys(OmegaConf.create(child), full)
-    return keys
+def _keys(node: dict[Any, Any], path: str = "") -> list[str]:
+    return [full for key, value in node.items() for full in (f"{path}{key}", *_nested(value, f"{path}{key}."))]
+
+
+def _nested(value: Any, path: str) -> list[str]:
+    return _keys(value, path) if isinstance(value, dict) else []
 
 
 def _first_line(text: str) -> str:

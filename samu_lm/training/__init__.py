@@ -1,1 +1,1 @@
-"""Training: the step, optimizer and schedules, exact resume, callbacks, loggers, and the run that ties them together."""
+"""Training: the step, optimizer and schedules, exact resume, callbacks, loggers, and the run that ties all together."""

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,8 @@ def cut_back(path: Path, point: ResumePoint) -> Path | None:
         The file beside it to which the rows beyond were moved (appended), or None where there were none.
     """
     rows = read_rows(path)
-    kept, beyond = [], []
+    kept: list[dict[str, str]] = []
+    beyond: list[dict[str, str]] = []
     for row in rows:
         place = int(row["step"])
         again = place > point.step or (point.validation_owed and place == point.step and bool(row.get("val/loss")))
@@ -157,8 +159,9 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
 
     def __init__(self, folder: str = "logs", run_dir: str = ".", resumed: ResumePoint | None = None) -> None:
         _require("tensorboard")
-        purge = {} if resumed is None else {"purge_step": resumed.step + 1}
-        super().__init__(save_dir=str(Path(run_dir).absolute() / folder), name="", version="", **purge)
+        purge_step = None if resumed is None else resumed.step + 1
+        folder = str(Path(run_dir).absolute() / folder)
+        super().__init__(save_dir=folder, name="", version="", purge_step=purge_step)
 
 
 class WandbLogger(loggers.WandbLogger):
@@ -188,8 +191,6 @@ class WandbLogger(loggers.WandbLogger):
         run_dir: str = ".",
     ) -> None:
         _require("wandb")
-        import wandb
-
         if mode not in (None, "online", "offline"):
             raise ConfigError("logger.wandb.mode", mode, "must be online, offline or null")
         if mode is None:
@@ -198,7 +199,7 @@ class WandbLogger(loggers.WandbLogger):
         save_dir.mkdir(parents=True, exist_ok=True)
         self._record = save_dir / "wandb.json"
         record = json.loads(self._record.read_text()) if self._record.is_file() else {}
-        self._run_id: str = record.get("id") or wandb.util.generate_id()
+        self._run_id: str = record.get("id") or uuid.uuid4().hex[:8]
         self._rows: int = record.get("rows", 0)
         super().__init__(
             name=name or Path(run_dir).absolute().name,

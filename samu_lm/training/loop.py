@@ -27,6 +27,12 @@ class StepEndHook(Protocol):
     def on_step_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None: ...
 
 
+def is_logged(trainer: pl.Trainer, step: int) -> bool:
+    """Whether an optimizer step, counted from 1, is one whose metrics are logged. The last one always has metrics."""
+    every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return step == trainer.max_steps or (every > 0 and step % every == 0)
+
+
 class ExactEpochLoop(_TrainingEpochLoop):
     """An epoch's batches; see the module's docstring for what differs from Lightning's own loop."""
 
@@ -35,6 +41,7 @@ class ExactEpochLoop(_TrainingEpochLoop):
         self._owed = False  # after a restart: a validation of the loaded step comes first
         self._due_since_step = False
         self._validated_batches = -1  # total batches at the last finished validation
+        self._loaded_rows_per_batch: int | None = None
 
     @property
     def validation_owed(self) -> bool:
@@ -60,6 +67,8 @@ class ExactEpochLoop(_TrainingEpochLoop):
         # The counters are those of a finished step (see `settle`); nothing of Lightning's own restart applies to them.
         self._restarting = False
         self.val_loop._restarting = False
+        if self._loaded_rows_per_batch not in (None, self._rows_per_batch()):
+            self._recount_batches()
         if not self._owed:
             self._validated_batches = self.batch_progress.total.ready
 
@@ -98,14 +107,29 @@ class ExactEpochLoop(_TrainingEpochLoop):
         trainer.training = True
         trainer._logger_connector._first_loop_iter = first_loop_iter
 
+    def _rows_per_batch(self) -> int:
+        """Rows of a batch over all ranks."""
+        return self.trainer.datamodule.batch_size * self.trainer.world_size  # type: ignore[attr-defined]
+
+    def _recount_batches(self) -> None:
+        """Counts the epoch's finished batches as if all had had today's size; the data's place is a number of rows."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        inside = data.rows_consumed % data.rows_per_epoch
+        left = -(-(data.rows_per_epoch - inside) // self._rows_per_batch()) if inside else 0
+        done = int(self.trainer.num_training_batches) - left
+        current = self.batch_progress.current
+        current.ready = current.started = current.processed = current.completed = done  # type: ignore[attr-defined]
+
     # -- the state -------------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return super().on_save_checkpoint() | {"validation_owed": self.validation_owed}
+        own = {"validation_owed": self.validation_owed, "rows_per_batch": self._rows_per_batch()}
+        return super().on_save_checkpoint() | own
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
         self._owed = bool(state_dict.get("validation_owed", False))
+        self._loaded_rows_per_batch = state_dict.get("rows_per_batch")
 
 
 def make_exact(trainer: pl.Trainer) -> pl.Trainer:

@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from samu_lm.checkpoint import FORMAT
 from samu_lm.data import Batch, Tokenizer
 from samu_lm.errors import ConfigError
-from samu_lm.training.loop import ExactEpochLoop, settle
+from samu_lm.training.loop import ExactEpochLoop, is_logged, settle
 from samu_lm.training.loss import packed_nll
 from samu_lm.training.optimizer import AdamW
 from samu_lm.training.schedule import Schedule
@@ -94,10 +94,11 @@ class TrainingModule(pl.LightningModule):
         torch._foreach_mul_(gradients, (averaged_over / at_least_one).float())
         self._targets_seen = self._targets_seen + targets
         self.row_tokens_seen += self._step_row_tokens
-        self.log("train/loss", nats / at_least_one, prog_bar=True)
-        self.log("targets_seen", self._targets_seen)
-        self._log_place(self.trainer.global_step + 1)
         self._step_sums, self._step_row_tokens = None, 0
+        if is_logged(self.trainer, self.trainer.global_step + 1):
+            self.log("train/loss", nats / at_least_one, prog_bar=True)
+            self.log("targets_seen", self._targets_seen)
+            self._log_place(self.trainer.global_step + 1)
 
     @property
     def targets_seen(self) -> int:
@@ -111,7 +112,7 @@ class TrainingModule(pl.LightningModule):
 
     def _reduce(self, sums: Tensor) -> Tensor:
         """The sums over all ranks."""
-        return self.trainer.strategy.reduce(sums, reduce_op="sum")  # type: ignore[return-value]
+        return self.trainer.strategy.reduce(sums, reduce_op="sum")
 
     # -- validation ------------------------------------------------------------------------------------------------
 
@@ -155,7 +156,9 @@ class TrainingModule(pl.LightningModule):
         """Optimizer steps of the schedule: its own where given, else those of the run."""
         steps = self.schedule.total_steps or self.trainer.estimated_stepping_batches
         if steps == float("inf"):
-            raise ConfigError("trainer.max_steps", self.trainer.max_steps, "give it, trainer.max_epochs or schedule.total_steps")
+            raise ConfigError(
+                "trainer.max_steps", self.trainer.max_steps, "give it, trainer.max_epochs or schedule.total_steps"
+            )
         return int(steps)
 
     def on_train_start(self) -> None:

@@ -107,7 +107,7 @@ def _keys_of_experiment(name: Any, composed: Mapping[str, Any]) -> Iterable[str]
         if isinstance(entry, dict)
         for group in entry
     ]
-    return (*groups, *(key for key, _ in _leaves(content)))
+    return (*groups, *(key for key, _ in _leaves({str(name): value for name, value in content.items()})))
 
 
 def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -163,7 +163,9 @@ def check_weights(path: Path, checkpoint: Mapping[str, Any], model: nn.Module) -
     expected = {f"model.{name}": tensor.shape for name, tensor in model.state_dict().items()}
     for name in sorted(weights.keys() ^ expected.keys()):
         which = "lacks" if name in expected else "has an extra"
-        raise ConfigError("resume", path, f"is of another model: it {which} weight {name}; give a checkpoint of this one")
+        raise ConfigError(
+            "resume", path, f"is of another model: it {which} weight {name}; give a checkpoint of this one"
+        )
     for name, shape in expected.items():
         if weights[name].shape != shape:
             found = f"{name} is {tuple(weights[name].shape)}, not {tuple(shape)}"

@@ -29,7 +29,7 @@ from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
 from samu_lm.data.files import launch_path
 from samu_lm.entry import job_errors
 from samu_lm.errors import ConfigError, SamuLMError
-from samu_lm.training.callbacks import BestCheckpoint
+from samu_lm.training.callbacks import BestCheckpoint, StopOnSignal
 from samu_lm.training.checkpoint_io import AtomicCheckpointIO
 from samu_lm.training.curve import draw_curve
 from samu_lm.training.loggers import CSVLogger, ResumePoint
@@ -119,6 +119,9 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None = None) 
         for logger in plan.trainer.loggers:
             if isinstance(logger, CSVLogger) and draw_curve(logger.path, plan.run_dir / "curve.png"):
                 log.info("training curve: %s", plan.run_dir / "curve.png")
+    for callback in plan.trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StopOnSignal):
+            callback.exit_if_asked()
     return results
 
 
@@ -206,9 +209,7 @@ def _tokenizer(cfg: DictConfig, checkpoint: Mapping[str, Any] | None) -> Tokeniz
     return tokenizer
 
 
-def check_model(
-    cfg: DictConfig, tokenizer: Tokenizer, path: Path | None, checkpoint: Mapping[str, Any] | None
-) -> None:
+def check_model(cfg: DictConfig, tokenizer: Tokenizer, path: Path | None, checkpoint: Mapping[str, Any] | None) -> None:
     """Builds the model without memory for its weights, so that sizes which do not fit each other are found now."""
     vocab_size = tokenizer.vocab_size if tokenizer.is_trained else cfg.model.vocab_size or cfg.tokenizer.vocab_size
     with torch.device("meta"):

@@ -45,11 +45,12 @@ def collect_jobs(folder: Path) -> list[dict[str, Any]]:
     found = sorted((p for p in folder.iterdir() if (p / ".hydra").is_dir()), key=_by_number)
     overrides = {p: _overrides(p) for p in found}
     varying = dict.fromkeys(
-        key for p in found for key, value in overrides[p].items() if any(o.get(key) != value for o in overrides.values())
+        key
+        for p in found
+        for key, value in overrides[p].items()
+        if any(o.get(key) != value for o in overrides.values())
     )
-    return [
-        {"job": p.name, **{key: overrides[p].get(key, "") for key in varying}, **_outcome(p)} for p in found
-    ]
+    return [{"job": p.name, **{key: overrides[p].get(key, "") for key in varying}, **_outcome(p)} for p in found]
 
 
 def _by_number(path: Path) -> tuple[int, str]:

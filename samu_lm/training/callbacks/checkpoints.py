@@ -39,7 +39,9 @@ class LastCheckpoint(_FolderCheckpoint):
     def __init__(self, every_n_steps: int = 500, run_dir: str = ".") -> None:
         super().__init__("last.ckpt", run_dir)
         if every_n_steps < 0:
-            raise ConfigError("callbacks.last.every_n_steps", every_n_steps, "must be at least 1, or 0 for the end only")
+            raise ConfigError(
+                "callbacks.last.every_n_steps", every_n_steps, "must be at least 1, or 0: at the end only"
+            )
         self.every_n_steps = every_n_steps
         self._saved: tuple[int, bool] | None = None
 

@@ -6,6 +6,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from samu_lm.training.loop import is_logged
+
 
 class NonFiniteGradientError(RuntimeError):
     """A gradient holds NaN or infinity; weights and optimizer are as the last good step left them."""
@@ -21,7 +23,8 @@ class GradientNorm(Callback):
         NonFiniteGradientError: before the optimizer has touched a weight; names the step and the first bad tensor.
         """
         norm = torch.nn.utils.get_total_norm(p.grad for p in pl_module.parameters() if p.grad is not None)
-        pl_module.log("grad_norm", norm)
+        if is_logged(trainer, trainer.global_step + 1):
+            pl_module.log("grad_norm", norm)
         if torch.isfinite(norm):
             return
         step = trainer.global_step + 1

@@ -10,6 +10,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from samu_lm.training.loop import is_logged
+
 GIB = 2**30
 
 
@@ -30,7 +32,7 @@ class Memory(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.fit_loop._should_accumulate() or trainer.global_step % trainer.log_every_n_steps:
+        if trainer.fit_loop._should_accumulate() or not is_logged(trainer, trainer.global_step):
             return
         if pl_module.device.type == "cuda":
             pl_module.log("memory/allocated", torch.cuda.max_memory_allocated(pl_module.device) / GIB)

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from samu_lm.errors import ConfigError
 from samu_lm.training.callbacks.throughput import Throughput
+from samu_lm.training.loop import is_logged
 from samu_lm.training.module import TrainingModule
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,6 @@ class ModelFlopsUtilisation(Callback):
     ) -> None:
         if self._peak is None or trainer.fit_loop._should_accumulate():
             return
-        if trainer.global_step % trainer.log_every_n_steps == 0:
+        if is_logged(trainer, trainer.global_step):
             tokens_per_second = float(trainer.callback_metrics["raw_tokens_per_second"])
             pl_module.log("mfu", tokens_per_second * self._flops_per_token / (self._peak * trainer.world_size))

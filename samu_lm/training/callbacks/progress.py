@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
 from samu_lm.errors import ConfigError
+from samu_lm.training.loop import is_logged
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class PlainProgress(Callback):
     """Logs a line every few optimizer steps and after each validation; on a terminal the progress bar does it.
 
     Args:
-        every_n_steps: optimizer steps between two lines.
+        every_n_steps: optimizer steps between two lines, rounded up to a step whose metrics are logged.
         terminal: whether the output is a terminal; the callback then says nothing.
     """
 
@@ -33,6 +34,10 @@ class PlainProgress(Callback):
         if every_n_steps < 1:
             raise ConfigError("callbacks.progress.every_n_steps", every_n_steps, "must be at least 1")
         self.every_n_steps, self.terminal = every_n_steps, terminal
+        self._next = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._next = trainer.global_step - trainer.global_step % self.every_n_steps + self.every_n_steps
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -40,11 +45,13 @@ class PlainProgress(Callback):
         step = trainer.global_step
         if self.terminal or not trainer.is_global_zero or trainer.fit_loop._should_accumulate():
             return
-        if step % self.every_n_steps == 0 or step == trainer.max_steps:
-            metrics = trainer.callback_metrics
-            shown = [form.format(float(metrics[name])) for name, form in _SHOWN if name in metrics]
-            total = f"/{trainer.max_steps}" if trainer.max_steps > 0 else ""
-            log.info("step %d%s  %s", step, total, "  ".join(shown))
+        if not is_logged(trainer, step) or (step < self._next and step != trainer.max_steps):
+            return
+        self._next = step - step % self.every_n_steps + self.every_n_steps
+        metrics = trainer.callback_metrics
+        shown = [form.format(float(metrics[name])) for name, form in _SHOWN if name in metrics]
+        total = f"/{trainer.max_steps}" if trainer.max_steps > 0 else ""
+        log.info("step %d%s  %s", step, total, "  ".join(shown))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.terminal or not trainer.is_global_zero or trainer.sanity_checking:

@@ -14,7 +14,8 @@ from lightning.pytorch.callbacks import Callback
 def rng_state() -> dict[str, Any]:
     """The states of Python's, NumPy's and PyTorch's generators as plain values and tensors."""
     version, numbers, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
@@ -45,14 +46,23 @@ class RandomState(Callback):
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] | None = None
+        self._before_validation: dict[str, Any] | None = None
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before_validation = rng_state()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._before_validation = None
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        states: list[Any] = [rng_state()]
+        # A run that is stopped inside a validation begins it anew.
+        own = self._before_validation or rng_state()
+        states: list[Any] = [own]
         if trainer.world_size > 1:
             states = [None] * trainer.world_size
-            torch.distributed.all_gather_object(states, rng_state())
+            torch.distributed.all_gather_object(states, own)
         checkpoint["rng"] = states
 
     def on_load_checkpoint(

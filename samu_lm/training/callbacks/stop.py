@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import threading
 from types import FrameType
 from typing import Any
 
@@ -40,14 +42,18 @@ class StopOnSignal(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._signum = 0
-        self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
+            self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._signum = signum
         # The system's own action, so that a second signal ends the process even where Python does not get to run.
         for s in SIGNALS:
             signal.signal(s, signal.SIG_DFL)
-        log.warning("%s: saving the last step, then stopping; again to stop at once", signal.Signals(signum).name)
+        # Not by the logger: the signal may have come while it was writing.
+        os.write(
+            2, f"{signal.Signals(signum).name}: saving the last step, then stopping; again to stop at once\n".encode()
+        )
 
     def on_step_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_if_asked(trainer, pl_module)
@@ -61,15 +67,12 @@ class StopOnSignal(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        if self._previous:
-            self._stop_if_asked(trainer, pl_module)
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._previous:
-            self._stop_if_asked(trainer, pl_module)
+        self._stop_if_asked(trainer, pl_module)
 
     def _stop_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         signum = self._signum
+        if trainer.state.fn != "fit" or trainer.sanity_checking:
+            return
         if trainer.world_size > 1:
             seen = torch.tensor(signum, device=pl_module.device)
             torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
@@ -84,6 +87,11 @@ class StopOnSignal(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._restore()
+
+    def exit_if_asked(self) -> None:
+        """Ends the process if the signal came too late to stop the training; to be called when all else is done."""
+        if self._signum:
+            raise GracefulStop(self._signum)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._restore()

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 
+from samu_lm.training.loop import is_logged
 from samu_lm.training.module import TrainingModule
 
 
@@ -36,7 +37,7 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.fit_loop._should_accumulate() or trainer.global_step % trainer.log_every_n_steps:
+        if trainer.fit_loop._should_accumulate() or not is_logged(trainer, trainer.global_step):
             return
         assert isinstance(pl_module, TrainingModule)
         targets = pl_module.targets_seen - self._targets  # waits for the device
