@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,12 +37,18 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
             heavy = {"torch", "hydra", "lightning", "numpy", "matplotlib"} & set(sys.modules)
             assert not heavy, heavy
     """
-    begin = time.perf_counter()
+    before = _seconds_of_children()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert time.perf_counter() - begin < 1.0
+    assert _seconds_of_children() - before < 1.0
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert f"\n    {name} " in done.stdout
+
+
+def _seconds_of_children() -> float:
+    """Processor time, which other programs on the machine do not lengthen."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

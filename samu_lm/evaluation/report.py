@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,22 +18,24 @@ SAMPLES_NAME = "samples.json"
 _INK, _MUTED, _GRID, _LINE, _FLOOR = "#1f2328", "#6e7781", "#d8dee4", "#0b5fa5", "#c2410c"
 
 
-def prepare_output(folder: Path, names: tuple[str, ...]) -> None:
-    """Makes the folder and refuses one that already holds a file to be written.
+def refuse_taken(folder: Path, names: tuple[str, ...]) -> None:
+    """Raises ConfigError, `output=FOLDER`, where one of the files to be written exists."""
+    if taken := [name for name in names if (folder / name).exists()]:
+        raise ConfigError("output", folder, f"already holds {', '.join(taken)}; give another folder")
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder of the results.
 
     Raises:
-        ConfigError: `output=FOLDER`: it holds such a file, is a file itself, or cannot be written to.
+        ConfigError: `output=FOLDER`: it is a file, or cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        taken = [name for name in names if (folder / name).exists()]
-        probe = folder / f".{names[0]}.probe"
-        probe.touch(exist_ok=True)
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise ConfigError("output", folder, f"cannot be written to ({error.strerror}); give another folder") from error
-    if taken:
-        raise ConfigError("output", folder, f"already holds {', '.join(taken)}; give another folder")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

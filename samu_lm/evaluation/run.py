@@ -57,10 +57,11 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         data = build_data(checkpoint, tokenizer, overrides_of(cfg, "data"))
     else:
         prompt = prompt_tokens(tokenizer, settings.prompt)
-    model = build_model(checkpoint, tokenizer, overrides_of(cfg, "model"))
     names = (report.JSON_NAME, report.PLOT_NAME) if settings.prompt is None else (report.SAMPLES_NAME,)
     folder = settings.output_folder()
-    report.prepare_output(folder, names)
+    report.refuse_taken(folder, names)
+    model = build_model(checkpoint, tokenizer, overrides_of(cfg, "model"))
+    report.make_folder(folder)
 
     device = settings.torch_device()
     model = model.to(device=device, dtype=weights)
