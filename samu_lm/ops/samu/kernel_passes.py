@@ -104,7 +104,7 @@ class Passes:
 
     def _control_sizes(self) -> dict[str, int]:
         plan = self.plan
-        block = min(plan.control_block, max(16, next_power_of_two(self.modes)))
+        block = plan.control_block
         return {
             "M": self.modes,
             "STRIDE_T": self.stride_t,
@@ -124,8 +124,7 @@ class Passes:
         """Controls and chunk states in one pass; returns the states."""
         lay, plan = self.layout, self.plan
         states = self.new(lay.chunks, self.width)
-        block = max(16, next_power_of_two(self.modes))
-        piece = min(plan.piece, plan.chunk)
+        block = plan.control_block
         launch(
             controls_and_states_kernel,
             lay.chunks,
@@ -143,7 +142,7 @@ class Passes:
             M=self.modes,
             STRIDE_T=self.stride_t,
             CHUNK=plan.chunk,
-            PIECE=piece,
+            PIECE=plan.piece,
             STEP=plan.step,
             LEVELS=plan.step.bit_length() - 1,
             BLOCK=block,
@@ -470,15 +469,13 @@ def _layout(plan: Plan, x: Tensor, save: bool, controls_given: bool) -> Layout:
 
 def kept_size(x: Tensor, save: bool, controls_given: bool) -> int:
     """Number of float32 that the forward pass keeps for the backward pass."""
-    batch, length, width = x.shape
-    return _layout(_plan_for(batch, length, width), x, save, controls_given).total
+    return _layout(_plan_for(*x.shape), x, save, controls_given).total
 
 
 def fake_forward(x: Tensor, save: bool, controls_given: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Shapes and dtypes of a forward pass's results, without running it."""
-    batch, length, width = x.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    final_state = x.new_empty(batch, width, dtype=torch.float32)
+    final_state = x.new_empty(x.shape[0], x.shape[2], dtype=torch.float32)
     return y, final_state, x.new_empty(kept_size(x, save, controls_given) if save else 0, dtype=torch.float32)
 
 

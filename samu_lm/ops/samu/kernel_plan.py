@@ -25,6 +25,9 @@ class Plan:
         block, warps: modes per program of the passes over tokens, and its warps.
         gradient_step, gradient_block, gradient_warps: the same for the gradients pass.
         fused: the gradients pass holds every mode in one program and completes grad_x itself.
+        rebuild: that pass works its transitions out twice rather than keep them.
+        fused_controls: controls and chunk states in one kernel, ``piece`` tokens at a time.
+        control_block, control_warps: modes at a time and warps of a program that makes controls.
     """
 
     chunk: int = 64
@@ -35,7 +38,7 @@ class Plan:
     warps: int = 1
     gradient_step: int = 8
     gradient_block: int = 128
-    gradient_warps: int = 2
+    gradient_warps: int = 1
     fused: bool = False
     rebuild: bool = False
     fused_controls: bool = False
@@ -44,20 +47,32 @@ class Plan:
     control_warps: int = 4
 
     def for_shape(self, length: int, modes: int) -> Plan:
-        """This plan with every size cut down to what a problem of ``length`` tokens and ``modes`` modes can use."""
-        block = min(self.block, max(16, next_power_of_two(modes)))
-        gradient_block = min(self.gradient_block, max(16, next_power_of_two(modes)))
-        if self.fused:
-            gradient_block = max(16, next_power_of_two(modes))
+        """This plan with every size cut down to what a problem of ``length`` tokens and ``modes`` modes can use.
+
+        Where one program must hold every mode, its warps grow so that each thread holds as many as the plan says.
+        """
+        every = max(16, next_power_of_two(modes))
         chunk, shortest = self.chunk, max(self.step, self.gradient_step, self.save_every, 16)
         while chunk > shortest and chunk >= 2 * length:
             chunk //= 2
+        gradient_block = every if self.fused else min(self.gradient_block, every)
+        control_block = every if self.fused_controls else min(self.control_block, every)
         return replace(
             self,
-            block=block,
-            gradient_block=gradient_block,
             chunk=chunk,
+            piece=min(self.piece, chunk),
+            block=min(self.block, every),
+            warps=_warps(self.block, self.warps, min(self.block, every)),
+            gradient_block=gradient_block,
+            gradient_warps=_warps(self.gradient_block, self.gradient_warps, gradient_block),
+            control_block=control_block,
+            control_warps=_warps(self.control_block, self.control_warps, control_block),
         )
+
+
+def _warps(planned_block: int, planned_warps: int, block: int) -> int:
+    """Warps that give each thread of a block as many modes as the plan's block does, 1 to 16."""
+    return min(16, max(1, planned_warps * block // planned_block))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Prefix over chunks: from every chunk's own state to the state that each chunk starts from.
 
-Shapes: states ``[B * N, 2M]`` float32 (N chunks per row; real parts, then imaginary parts), chunk records ``[3, B * N]``
+Shapes: states ``[B * N, 2M]`` float32 (N chunks per row; real, then imaginary parts), chunk records ``[3, B * N]``
 (see ``kernel_controls``). With REVERSE the same runs over adjoints: chunks from last to first, conjugate transitions.
 
 Two levels: ``group_states_kernel`` sums up G chunks at a time, ``carries_kernel`` starts each group from the groups
