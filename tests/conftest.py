@@ -7,13 +7,12 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
+import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-
-import pytest
 
 torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
 

@@ -76,7 +76,11 @@ def test_whole_block_on_single_documents() -> None:
         "channel_pre_norm.weight": "mlp_norm.scale",
         "temporal_block.conv_1d.weight": "conv.weight",
         "temporal_block.conv_1d.bias": "conv.bias",
-        **{f"temporal_block.{n}.{p}": f"{n}.{p}" for n in ("linear_x", "linear_y", "linear_out") for p in ("weight", "bias")},
+        **{
+            f"temporal_block.{n}.{p}": f"{n}.{p}"
+            for n in ("linear_x", "linear_y", "linear_out")
+            for p in ("weight", "bias")
+        },
         **{f"mlp_block.{n}_proj.{p}": f"mlp.{n}.{p}" for n in ("gate", "up", "down") for p in ("weight", "bias")},
     }
     rest = {n for n, _ in oracle.named_parameters() if "rg_lru" not in n}
