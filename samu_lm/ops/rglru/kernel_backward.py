@@ -17,7 +17,9 @@ import triton
 import triton.language as tl
 
 from samu_lm.ops.rglru.kernel_forward import (
+    apart,
     first_tokens,
+    load_both,
     load_rows,
     load_weight,
     locate,
@@ -149,12 +151,12 @@ def gradient_kernel(
 
     rate = decay_rate(tl.load(a_param + block + c0 + ch, mask=own, other=0.0).to(tl.float32))[:, None]
     if not FROM_LOGITS:
-        wi1 = load_weight(input_weight + h * w * w, 0, K1, c0, M, w, OPERAND)
-        wa1 = load_weight(a_weight + h * w * w, 0, K1, c0, M, w, OPERAND)
-        wi2, wa2 = wi1, wa1
+        wi = input_weight + h * w * w
+        wa = a_weight + h * w * w
+        w1 = load_both(wi, wa, 0, K1, c0, M, w, OPERAND)
+        w2 = w1
         if TWO:
-            wi2 = load_weight(input_weight + h * w * w, K1, K2, c0, M, w, OPERAND)
-            wa2 = load_weight(a_weight + h * w * w, K1, K2, c0, M, w, OPERAND)
+            w2 = load_both(wi, wa, K1, K2, c0, M, w, OPERAND)
         bias_i = tl.load(input_bias + block + c0 + ch, mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
         bias_a = tl.load(a_bias + block + c0 + ch, mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
         if PICK:
@@ -165,8 +167,7 @@ def gradient_kernel(
     if PICK:
         pick = pick_rows(0, M, 0, M, OPERAND)
     if FUSED:
-        sum_wi = tl.zeros([K1, M], tl.float32)
-        sum_wa = tl.zeros([K1, M], tl.float32)
+        sum_w = tl.zeros([K1, 2 * M], tl.float32)
     sum_bi = tl.zeros([M, Q], tl.float32)
     sum_ba = tl.zeros([M, Q], tl.float32)
     sum_rate = tl.zeros([M, Q], tl.float32)
@@ -200,11 +201,6 @@ def gradient_kernel(
         row = row_tokens * W + block + c0
         x_row = x + b * x_stride_b + t0 * x_stride_l + block
         grad_row = grad_y + b * grad_stride_b + t0 * grad_stride_l + block + c0
-        dy = tl.trans(load_rows(grad_row, grad_stride_l, tok, tokens, 0, M, limit))
-        if PICK:
-            dy = tl.dot(pick, dy.to(OPERAND), input_precision="ieee")
-        else:
-            dy = dy.to(tl.float32)
         if FROM_LOGITS:
             xf = tl.trans(load_rows(x_row + c0, x_stride_l, tok, tokens, 0, M, limit)).to(tl.float32)
             li = tl.trans(load_rows(input_logits + row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
@@ -214,8 +210,9 @@ def gradient_kernel(
             x2 = x1
             if TWO:
                 x2 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, K1, K2, w).to(OPERAND))
-            li = project(tl.trans(wi1), x1, tl.trans(wi2), x2, TWO) * -LOG2E + bias_i
-            la = project(tl.trans(wa1), x1, tl.trans(wa2), x2, TWO) * -LOG2E + bias_a
+            li, la = apart(project(tl.trans(w1), x1, tl.trans(w2), x2, TWO), M, T)
+            li = li * -LOG2E + bias_i
+            la = la * -LOG2E + bias_a
             if PICK:
                 xf = project(pick1, x1, pick2, x2, TWO)
             else:
@@ -228,6 +225,11 @@ def gradient_kernel(
         b_in = z * inverse
         # d b / d log a = -a^2 / b, its reciprocal root clipped; 0 where b is not a function of a
         slope = -a * a * tl.minimum(inverse, LARGEST_RSQRT)
+        dy = tl.trans(load_rows(grad_row, grad_stride_l, tok, tokens, 0, M, limit))
+        if PICK:
+            dy = tl.dot(pick, dy.to(OPERAND), input_precision="ieee")
+        else:
+            dy = dy.to(tl.float32)
         u = a * dy
         selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE)
         if selects:
@@ -262,12 +264,10 @@ def gradient_kernel(
         sum_bi += tl.sum(tile_to_threads(grad_li, M, T, Q, E), 2)
         sum_ba += tl.sum(tile_to_threads(grad_la, M, T, Q, E), 2)
         if FUSED:
-            dli = grad_li.to(OPERAND)
-            dla = grad_la.to(OPERAND)
-            grad_u = tl.dot(wi1, dli, grad_u, input_precision="ieee")
-            grad_u = tl.dot(wa1, dla, grad_u, input_precision="ieee")
-            sum_wi = tl.dot(x1, tl.trans(dli), sum_wi, input_precision="ieee")
-            sum_wa = tl.dot(x1, tl.trans(dla), sum_wa, input_precision="ieee")
+            both = tl.join(grad_li.to(OPERAND), grad_la.to(OPERAND))
+            both = tl.reshape(tl.permute(both, (2, 0, 1)), [2 * M, T])
+            grad_u = tl.dot(w1, both, grad_u, input_precision="ieee")
+            sum_w = tl.dot(x1, tl.trans(both), sum_w, input_precision="ieee")
         else:
             out_type = grad_input_logits.dtype.element_ty
             store_rows(grad_input_logits + row, W, tok, tokens, grad_li.to(out_type), M, limit)
@@ -284,11 +284,10 @@ def gradient_kernel(
     tl.store(partial_vectors + at + W, tl.sum(sum_ba, 1), mask=towns)
     tl.store(partial_vectors + at + 2 * W, tl.sum(sum_rate, 1) * -8.0 * one_sigmoid(param * -LOG2E), mask=towns)
     if FUSED:
-        k = tl.arange(0, K1)
-        inside = (k < w)[:, None] & own[None, :]
-        at_w = partial_weights + (part * (2 * H) + h) * (w * w) + k[:, None] * w + ch[None, :]
-        tl.store(at_w, sum_wi, mask=inside)
-        tl.store(at_w + H * w * w, sum_wa, mask=inside)
+        k, n = tl.arange(0, K1), tl.arange(0, 2 * M)
+        inside = (k < w)[:, None] & (n % M < limit)[None, :]
+        at_w = (part * (2 * H) + h + (n // M) * H)[None, :] * (w * w) + k[:, None] * w + (n % M)[None, :]
+        tl.store(partial_weights + at_w, sum_w, mask=inside)
 
 
 @triton.jit(do_not_specialize=["L", "row_parts", "tokens_per_part"])

@@ -141,7 +141,8 @@ def backward(
     vector_parts = weight_parts = split.segments * batch
     if not fused:
         tile = projection_tile(w)
-        runs = split_row(length, tile["T"], batch * blocks * tile["pieces"], multiprocessors(x.device.index))
+        wanted = OPTIONS["projection"].resident * multiprocessors(x.device.index)
+        runs = split_row(length, tile["T"], batch * blocks * tile["pieces"], wanted)
         weight_parts = batch * runs.segments
     partial_weights = x.new_empty((weight_parts, weight_count), dtype=torch.float32)
     partial_vectors = x.new_empty((vector_parts, 3 * width), dtype=torch.float32)
@@ -171,7 +172,7 @@ def backward(
             projection_kernel, weight_parts * blocks * tile["pieces"],
             x, grad_li, grad_la, linear[0], linear[2], grad_x, partial_weights, length, width, blocks, x.stride(0),
             x.stride(1), runs.segments, runs.tiles_per_segment * tile["T"],
-            w=w, OPERAND=constants["OPERAND"], STAGES=OPTIONS["projection"].stages, num_warps=8, **tile,
+            w=w, OPERAND=constants["OPERAND"], num_warps=8, **tile,
         )  # fmt: skip
     launch(
         reduce_kernel, cdiv(weight_count, 512) + cdiv(3 * width, 512),

@@ -36,7 +36,7 @@ class Options:
     """
 
     resident: int = 2
-    stages: int = 2
+    stages: int = 3
     pick: bool = True
     registers: int | None = None
 
@@ -98,10 +98,10 @@ def logits_tiling() -> Tiling:
 
 @lru_cache
 def projection_tile(w: int) -> dict[str, int]:
-    """Tile of ``projection_kernel``: whole blocks up to 128 channels, 64 input channels a program beyond."""
+    """Tile of ``projection_kernel``: at most 64 input channels a program; two stages where three do not fit."""
     n = max(16, next_power_of_two(w))
-    m = n if n <= 128 else 64
-    return {"pieces": cdiv(w, m), "M": m, "N": n, "T": 64}
+    m = min(n, 64)
+    return {"pieces": cdiv(w, m), "M": m, "N": n, "T": 64, "STAGES": 3 if n <= 128 else 2}
 
 
 @lru_cache
