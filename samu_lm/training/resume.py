@@ -24,7 +24,14 @@ from samu_lm.errors import ConfigError
 # Groups and keys that give the weights or the place in the data their meaning ...
 FIXED = ("model", "tokenizer", "data", "seed")
 # ... and keys within them that may change all the same.
-FREE = ("model.backend", "model.activation_checkpointing", "data.batch_size", "data.num_workers", "data.cache_dir")
+FREE = (
+    "model.backend",
+    "model.activation_checkpointing",
+    "data.batch_size",
+    "data.num_workers",
+    "data.cache_dir",
+    "data.path",
+)
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> tuple[Path, dict[str, Any]]:

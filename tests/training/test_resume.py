@@ -60,7 +60,9 @@ def logged(run_dir: Path) -> list[dict[str, str]]:
     return [{k: v for k, v in row.items() if k not in SECONDS} for row in rows]
 
 
-def straight_and_resumed(tmp_path: Path, settings: list[str], stops: list[SignalAfterStep]) -> tuple[Finished, Finished]:
+def straight_and_resumed(
+    tmp_path: Path, settings: list[str], stops: list[SignalAfterStep]
+) -> tuple[Finished, Finished]:
     """Trains once in one go and once with the stops, and compares everything that the two left behind."""
     corpus = write_corpus(tmp_path, documents=5)
     settings = [*settings, "data.seq_len=64"]
