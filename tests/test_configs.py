@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from samu_lm.config import config_dir, value_matches
 from samu_lm.errors import ConfigError
-from samu_lm.training.run import TOP_LEVEL, check
+from samu_lm.training.checks import TOP_LEVEL, check
 
 GROUPS = sorted(path.name for path in config_dir().iterdir() if path.is_dir())
 FILES = sorted((path.parent.name, path.stem) for path in config_dir().glob("*/*.yaml"))

@@ -209,6 +209,7 @@ class WandbLogger(loggers.WandbLogger):
             mode=mode,
             reinit="finish_previous",  # the jobs of a sweep share a process, but not a run
         )
+        self._wandb_init.pop("anonymous")  # W&B warns of it even where it is not used
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

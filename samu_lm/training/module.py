@@ -152,6 +152,20 @@ class TrainingModule(pl.LightningModule):
         scheduler = LambdaLR(optimizer, lambda step: self.schedule.factor(step, total_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        # Lightning's own refuses a fused optimizer in bfloat16, for the sake of a loss scale that only float16 has.
+        if gradient_clip_val is None:
+            return
+        if gradient_clip_algorithm == "value":
+            torch.nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
     def total_steps(self) -> int:
         """Optimizer steps of the schedule: its own where given, else those of the run."""
         steps = self.schedule.total_steps or self.trainer.estimated_stepping_batches

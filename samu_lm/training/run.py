@@ -7,7 +7,6 @@ The path of a newcomer: here what is built and in which order, `module.py` for t
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +23,14 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from samu_lm.config import check_config, signature_of
+from samu_lm.config import signature_of
 from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
 from samu_lm.data.files import launch_path
 from samu_lm.entry import job_errors
 from samu_lm.errors import ConfigError, SamuLMError
 from samu_lm.training.callbacks import BestCheckpoint, StopOnSignal
 from samu_lm.training.checkpoint_io import AtomicCheckpointIO
+from samu_lm.training.checks import check, check_writable, refuse_overwriting
 from samu_lm.training.curve import draw_curve
 from samu_lm.training.loggers import CSVLogger, ResumePoint
 from samu_lm.training.loop import make_exact, validation_owed
@@ -41,9 +41,6 @@ from samu_lm.training.resume import check_weights, find_checkpoint, merge_config
 from samu_lm.training.schedule import Schedule
 
 log = logging.getLogger(__name__)
-
-GROUPS = ("model", "data", "tokenizer", "optimizer", "schedule", "trainer", "callbacks", "logger")
-TOP_LEVEL: dict[str, None] = dict.fromkeys((*GROUPS, "seed", "compile", "resume"))
 
 
 @dataclass
@@ -157,24 +154,6 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
     return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, point.step if point else 0)
 
 
-def check(cfg: DictConfig) -> None:
-    """Refuses unknown keys, values of a wrong type and missing interpolations, by name."""
-    known = cfg.copy()
-    if OmegaConf.select(known, "model._target_") and OmegaConf.select(known, "model.vocab_size") is None:
-        known.model.vocab_size = 1  # null is the tokenizer's
-    check_config(known, TOP_LEVEL)
-    seed = cfg.get("seed")
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ConfigError("seed", seed, "must be a whole number from 0 to 4294967295")
-    if not isinstance(cfg.get("compile"), bool):
-        raise ConfigError("compile", cfg.get("compile"), "must be true or false")
-    if not isinstance(cfg.get("resume"), str | None):
-        raise ConfigError("resume", cfg.resume, "must be last, a checkpoint's path, or null")
-    for group in ("model", "data", "tokenizer", "optimizer", "schedule", "trainer"):
-        if not isinstance(cfg.get(group), DictConfig) or "_target_" not in cfg[group]:
-            raise ConfigError(group, cfg.get(group), f"must be one of configs/{group}")
-
-
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """A plain config with its data named from the root: a checkpoint means the same files in any folder."""
     data = dict(config["data"])
@@ -185,20 +164,6 @@ def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
         elif value is not None:
             data[key] = [str(launch_path(entry)) for entry in value]
     return config | {"data": data}
-
-
-def refuse_overwriting(run_dir: Path) -> None:
-    """Refuses to start a new run over the checkpoints of an old one."""
-    if found := sorted((run_dir / "checkpoints").glob("*.ckpt")):
-        remedy = f"holds a run's {found[-1].name}; add resume=last to go on with it, or choose another folder"
-        raise ConfigError("hydra.run.dir", run_dir, remedy)
-
-
-def check_writable(run_dir: Path) -> None:
-    """Refuses a run folder in which no file can be written."""
-    folder = next(p for p in (run_dir, *run_dir.parents) if p.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError("hydra.run.dir", run_dir, f"cannot be written ({folder}); choose another folder")
 
 
 def _tokenizer(cfg: DictConfig, checkpoint: Mapping[str, Any] | None) -> Tokenizer:

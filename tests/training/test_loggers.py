@@ -28,7 +28,7 @@ class TestCSV:
         assert path.read_text().splitlines() == ["step,train/loss,val/loss", "1,2.5,", "1,,3.0", "2,2.0,"]
 
     def test_a_crash_at_212_resumed_from_200_is_one_log(self, tmp_path: Path) -> None:
-        """The axis is the finished optimizer steps; nothing is dropped: what lay beyond the checkpoint is kept aside."""
+        """The axis is the finished optimizer steps; nothing is dropped: what lay beyond is kept aside."""
         path = tmp_path / "logs" / "metrics.csv"
         logger = CSVLogger(run_dir=str(tmp_path))
         for step in range(1, 213):

@@ -105,11 +105,11 @@ def one_step(rows: list[Batch], batch_size: int, **options: Any) -> tuple[Traini
 class TestLossOfAStep:
     """Documents of 3 and of 997 targets: the loss is a sum over targets divided by all targets of the step."""
 
-    rows = [packed([4], 1000, 1), packed([998], 1000, 2)]
+    rows = (packed([4], 1000, 1), packed([998], 1000, 2))
 
     def by_hand(self) -> tuple[Tensor, Tensor]:
         model = small_model()
-        batch = joined(self.rows)
+        batch = joined(list(self.rows))
         logits = model(batch.tokens, batch.reset)
         loss = F.cross_entropy(logits[batch.loss_mask], batch.targets[batch.loss_mask], reduction="sum") / 1000
         loss.backward()
@@ -125,10 +125,10 @@ class TestLossOfAStep:
     )
     def test_gradient_and_weights_do_not_depend_on_the_split(self, batch_size: int, options: dict[str, Any]) -> None:
         loss, norm = self.by_hand()
-        module, trainer = one_step(self.rows, batch_size, **options)
+        module, trainer = one_step(list(self.rows), batch_size, **options)
         assert float(trainer.callback_metrics["train/loss"]) == pytest.approx(float(loss), rel=1e-6)
         assert float(trainer.callback_metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
-        reference, _ = one_step(self.rows, 2)
+        reference, _ = one_step(list(self.rows), 2)
         for (name, weight), expected in zip(module.named_parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(weight, expected, rtol=1e-5, atol=1e-6, msg=name)
 
@@ -147,7 +147,7 @@ class TestLossOfAStep:
         trainer = make_exact(pl.Trainer(callbacks=[GradientNorm(), Norms()], **options))
         trainer.limit_val_batches = 0
         trainer.fit(module, FixedRows(rows, 1))
-        alone, trainer_alone = one_step([rows[2]], 1)
+        _, trainer_alone = one_step([rows[2]], 1)
         assert trainer.global_step == 2
         assert norms[-1] == pytest.approx(float(trainer_alone.callback_metrics["grad_norm"]), rel=1e-4)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ class TestErrors:
 
 
 class TestMergedConfig:
-    saved = {
+    saved: Mapping[str, Any] = {
         "model": {"_target_": "m", "width": 8, "backend": "auto"},
         "data": {"_target_": "d", "seq_len": 16, "batch_size": 2},
         "optimizer": {"_target_": "o", "lr": 0.1},
@@ -229,7 +230,7 @@ class TestMergedConfig:
         "seed": 3,
         "resume": None,
     }
-    composed = {
+    composed: Mapping[str, Any] = {
         "model": {"_target_": "m", "width": 64, "backend": "triton"},
         "data": {"_target_": "d", "seq_len": 512, "batch_size": 8},
         "optimizer": {"_target_": "o", "lr": 0.5},

@@ -52,7 +52,7 @@ def test_a_run_of_one_step(schedule: Any) -> None:
         (lambda: WSD(decay_steps=-2), r"^schedule\.decay_steps=-2: must not be negative"),
         (
             lambda: WSD(warmup_steps=3, decay_steps=3).check(5),
-            r"^schedule\.decay_steps=3: with warmup_steps=3 must fit",
+            r"^schedule\.decay_steps=3: with warmup_steps=3",
         ),
     ],
 )

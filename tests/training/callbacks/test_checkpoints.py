@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_a_nan_is_never_best() -> None:
 
     class Trainer:
         sanity_checking, state, global_step = False, type("S", (), {"fn": "fit"}), 1
-        callback_metrics: dict[str, torch.Tensor] = {}
+        callback_metrics: Mapping[str, torch.Tensor]
 
         def save_checkpoint(self, path: Path) -> None:
             saved.append(float(self.callback_metrics["val/loss"]))
