@@ -7,7 +7,7 @@ from typing import Any
 from samu_lm.data.batch import Batch, document_positions
 from samu_lm.data.loader import PackedLoader
 from samu_lm.data.module import ByteEntropy, LMDataModule, SplitSize
-from samu_lm.data.packing import RowPlan, document_order, pack_documents
+from samu_lm.data.packing import RowPlan, document_order, pack_documents, row_order
 from samu_lm.data.presets import hub_data, jsonl_data, parquet_data, stdlib_data, text_data
 from samu_lm.data.pretrained import PretrainedTokenizer
 from samu_lm.data.records import HubSource, JsonlSource, ParquetSource
@@ -39,6 +39,7 @@ __all__ = [
     "jsonl_data",
     "pack_documents",
     "parquet_data",
+    "row_order",
     "stdlib_data",
     "text_data",
     "tokenizer_from_state",

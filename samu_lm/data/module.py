@@ -287,7 +287,7 @@ class LMDataModule(L.LightningDataModule):
     def _train_plan(self, epoch: int) -> RowPlan:
         documents = self._split("train")
         order = document_order(len(documents), self.seed, epoch)
-        return RowPlan.build(self.store.offsets, documents[order], self.seq_len)
+        return RowPlan.build(self.store.offsets, documents[order], self.seq_len).shuffled(self.seed, epoch)
 
     def _loader_options(self, split: str) -> dict[str, Any]:
         rank, world_size = self._rank()

@@ -1,14 +1,15 @@
 """Which token stands where: documents end to end in an order that is a pure function of (seed, epoch), cut into rows.
 
-The stream of an epoch is every document once, end to end. Row ``i`` is positions ``i*S`` to ``(i+1)*S`` of it (S =
-``seq_len``), so that any row is found by two binary searches and nothing has to be remembered but a row number. Token
-positions never enter a Python loop.
+The stream of an epoch is every document once, end to end. Its ``i``-th cut is positions ``i*S`` to ``(i+1)*S`` (S =
+``seq_len``). Training takes the cuts in an order of their own, again a pure function of (seed, epoch): otherwise the
+rows of a batch, and of many batches in turn, would come from one long document. Any row is found by two look-ups, and
+nothing has to be remembered but a row number. Token positions never enter a Python loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,19 +29,28 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def document_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """The order of the documents in an epoch.
+def _permutation(size: int, seed: int, epoch: int, stream: int) -> NDArray[np.int64]:
+    """0 to ``size - 1``, sorted by a hash of (seed, epoch, stream, index).
 
-    Documents are sorted by a hash of (seed, epoch, index). NumPy's generators promise no stable stream between their
-    versions; integer arithmetic does, so an order found today is found again after an upgrade.
-
-    Returns:
-        ``[num_documents]`` int64, a permutation.
+    NumPy's generators promise no stable stream between their versions; integer arithmetic does, so an order found
+    today is found again after an upgrade.
     """
     start = np.array([seed & _MASK], dtype=np.uint64)
     start = _mix(_mix(start + np.uint64(_GOLDEN)) + np.array([epoch & _MASK], dtype=np.uint64) * np.uint64(_GOLDEN))
-    keys = _mix(start + np.arange(1, num_documents + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
+    if stream:
+        start = _mix(start ^ np.uint64(stream))
+    keys = _mix(start + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
     return np.argsort(keys, kind="stable")
+
+
+def document_order(num_documents: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of the documents in an epoch's stream: ``[num_documents]`` int64, a permutation."""
+    return _permutation(num_documents, seed, epoch, stream=0)
+
+
+def row_order(num_rows: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order in which an epoch's rows are trained on: ``[num_rows]`` int64, a permutation."""
+    return _permutation(num_rows, seed, epoch, stream=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +61,17 @@ class RowPlan:
         starts: ``[N]`` int64, where the stream's k-th document begins in the flat array.
         bounds: ``[N + 1]`` int64, where it begins in the stream; the last entry is the stream's length.
         seq_len: tokens a row.
+        order: ``[num_rows]`` int64, which cut of the stream each row is; None takes them as they come.
     """
 
     starts: NDArray[np.int64]
     bounds: NDArray[np.int64]
     seq_len: int
+    order: NDArray[np.int64] | None = None
 
     @classmethod
     def build(cls, offsets: NDArray[np.int64], documents: NDArray[np.int64], seq_len: int) -> RowPlan:
-        """The plan of a stream.
+        """The plan of a stream, its rows as they come.
 
         Args:
             offsets: ``[M + 1]`` int64, document m is ``tokens[offsets[m]:offsets[m + 1]]``.
@@ -85,6 +97,10 @@ class RowPlan:
         """Rows that hold the stream; the last one may be padded."""
         return -(-self.num_tokens // self.seq_len)
 
+    def shuffled(self, seed: int, epoch: int) -> RowPlan:
+        """The same rows in the order of training."""
+        return replace(self, order=row_order(self.num_rows, seed, epoch))
+
     def rows(self, tokens: NDArray[Any], first: int, count: int, pad_id: int) -> Batch:
         """Rows ``first`` to ``first + count``; rows past the end are all pad and have no target.
 
@@ -100,24 +116,26 @@ class RowPlan:
         Returns:
             A batch of shape ``[count, seq_len]``.
         """
-        size = count * self.seq_len
-        begin = min(first * self.seq_len, self.num_tokens)
-        position = np.arange(begin, min(first * self.seq_len + size, self.num_tokens), dtype=np.int64)
-        n = len(position)
+        cut = np.arange(first, first + count, dtype=np.int64)
+        if self.order is not None:
+            inside = cut < self.num_rows
+            cut[inside] = self.order[cut[inside]]
+        place = (cut[:, None] * self.seq_len + np.arange(self.seq_len)).reshape(-1)
+        live = place < self.num_tokens
+        position = place[live]
         document = np.searchsorted(self.bounds, position, side="right") - 1
         source = self.starts[document] + (position - self.bounds[document])
         has_target = position + 1 < self.bounds[document + 1]
 
-        inputs = np.full(size, pad_id, dtype=np.int64)
-        targets = np.full(size, pad_id, dtype=np.int64)
-        reset = np.zeros(size, dtype=np.bool_)
-        loss_mask = np.zeros(size, dtype=np.bool_)
-        inputs[:n] = tokens[source]
-        targets[:n][has_target] = tokens[source[has_target] + 1]
-        loss_mask[:n] = has_target
-        reset[:n] = position == self.bounds[document]
+        inputs = np.full(len(place), pad_id, dtype=np.int64)
+        targets = np.full(len(place), pad_id, dtype=np.int64)
+        inputs[live] = tokens[source]
+        loss_mask = live.copy()
+        loss_mask[live] = has_target
+        targets[loss_mask] = tokens[source[has_target] + 1]
+        reset = place == self.num_tokens  # the first pad, so that no document's state runs into the padding
+        reset[live] = position == self.bounds[document]
         reset[:: self.seq_len] = True
-        reset[n : n + 1] = True  # the first pad, so that no document's state runs into the padding
         shape = (count, self.seq_len)
         return Batch(*(torch.from_numpy(a.reshape(shape)) for a in (inputs, targets, reset, loss_mask)))
 

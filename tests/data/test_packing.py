@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samu_lm.data import RowPlan, document_order, pack_documents
+from samu_lm.data import RowPlan, document_order, pack_documents, row_order
 
 PAD = 999
 
@@ -130,3 +130,30 @@ def test_every_document_comes_first_about_equally_often():
 def test_a_row_below_two_tokens_is_refused():
     with pytest.raises(ValueError, match="seq_len=1: a row needs at least 2 tokens"):
         pack_documents([[1, 2]], seq_len=1)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12), seed=st.integers(0, 99), seq_len=st.integers(2, 9)
+)
+@settings(max_examples=25, deadline=None)
+def test_shuffled_rows_are_the_same_rows(lengths, seed, seq_len):
+    """Every cut of the stream once, from any row on, and pad rows past the end as before."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    tokens = np.arange(1, offsets[-1] + 1)
+    plan = RowPlan.build(offsets, np.arange(len(lengths)), seq_len)
+    shuffled = plan.shuffled(seed, epoch=2)
+    order = row_order(plan.num_rows, seed, epoch=2)
+    assert sorted(order) == list(range(plan.num_rows))
+    plain, served = plan.rows(tokens, 0, plan.num_rows + 2, PAD), shuffled.rows(tokens, 0, plan.num_rows + 2, PAD)
+    where = torch.from_numpy(np.concatenate([order, [plan.num_rows, plan.num_rows + 1]]))
+    for name in ("tokens", "targets", "reset", "loss_mask"):
+        assert torch.equal(getattr(served, name), getattr(plain, name)[where]), name
+    for first in range(plan.num_rows):
+        assert torch.equal(shuffled.rows(tokens, first, 2, PAD).tokens, served.tokens[first : first + 2])
+
+
+def test_row_orders_differ_between_seeds_and_epochs_and_from_the_documents():
+    orders = {(s, e): tuple(row_order(50, s, e)) for s in range(4) for e in range(4)}
+    assert len(set(orders.values())) == 16
+    assert tuple(document_order(50, 0, 0)) != orders[0, 0]
+    assert row_order(8, seed=0, epoch=0).tolist() == [0, 2, 4, 6, 3, 5, 1, 7]
