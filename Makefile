@@ -1,11 +1,12 @@
 # make train   set up, train the tiny SAMU model on the embedded corpus, evaluate it, sample from it
 # make test    set up, then run the whole suite (lint, format and types included)
+#              (two workers, one thread each: the suite is many small computations)
 # make setup   the environment alone: .venv, with PyTorch for the CPU where there is no NVIDIA GPU
 
 VENV := .venv
 PY := $(VENV)/bin/python
 PYTHON ?= python3
-RUN ?= runs/train-tiny
+RUN := runs/tiny-$(shell date +%Y%m%d-%H%M%S)
 TRAIN_ARGS ?=
 PROMPT ?= def 
 
@@ -25,13 +26,13 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 	touch $@
 
 train: $(STAMP)
-	$(PY) train.py hydra.run.dir='$(RUN)' $(TRAIN_ARGS)
+	$(PY) train.py experiment=tiny hydra.run.dir='$(RUN)' $(TRAIN_ARGS)
 	$(PY) eval.py checkpoint='$(RUN)/checkpoints/best.ckpt' hydra.run.dir='$(RUN)/evaluation'
 	$(PY) eval.py checkpoint='$(RUN)/checkpoints/best.ckpt' hydra.run.dir='$(RUN)/sample' prompt='$(PROMPT)'
 	@echo "Training curve: $(RUN)/curve.png"
 
 test: $(STAMP)
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
