@@ -138,6 +138,8 @@ def _unknown_key(action: str, key: str, arguments: list[str], config_name: str) 
     siblings = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
     if close := difflib.get_close_matches(name, siblings, n=1):
         hint = f"did you mean {siblings[close[0]]}?"
+    elif elsewhere := [k for k in known if k.rpartition(".")[2] == name]:
+        hint = f"did you mean {' or '.join(elsewhere)}?"
     elif close := difflib.get_close_matches(key, known, n=1, cutoff=0.7):
         hint = f"did you mean {close[0]}?"
     elif siblings:

@@ -1,0 +1,90 @@
+"""What train.py says and with which status it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from samu_lm.data import LMDataModule
+from samu_lm.training import run as run_module
+from tests.training.entry import train_py
+from tests.training.support import tiny_overrides, write_corpus
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["model.widht=5"], "error: model.widht=5: unknown key; did you mean model.width?"),
+        (["modle=samu_tiny"], "error: modle=samu_tiny: unknown key; did you mean model?"),
+        (["trainer.max_stepz=5"], "error: trainer.max_stepz=5: unknown key; did you mean trainer.max_steps?"),
+        (["lr=1"], "error: lr=1: unknown key; did you mean optimizer.lr?"),
+        (["~model.widht"], "error: model.widht=(nothing): unknown key; did you mean model.width?"),
+        (["+model.width=3"], "error: +model.width=3: the key exists; drop the plus: model.width=3"),
+        (["model=samu_tinny"], "error: model=samu_tinny: no such choice; did you mean samu_tiny? choose from rglru_"),
+        (
+            ["model.width=[1,2"],
+            "error: model.width=[1,2: cannot be read (no viable alternative at input '[1,2'); check",
+        ),
+        (["+model.widht=5"], "error: model.widht=5: unknown key; did you mean width?"),
+        (["model.width=${nope}"], "error: model.width=${nope}: refers to a config value that does not exist"),
+        (["hydra.run.dir=${nope}"], "error: hydra.run.dir=${nope}: Interpolation key 'nope' not found; set it to a"),
+        (["model.depth=two"], "error: model.depth=two: wrong type str; must be int"),
+        (["resume=last"], "error: resume=last: no checkpoint in "),
+        (["--config-name=nope"], "error: --config-name=nope: no such config file"),
+    ],
+)
+def test_an_error_of_the_user_is_one_line_and_status_2(
+    arguments: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def setup(self: LMDataModule, stage: str | None = None) -> None:
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr(LMDataModule, "setup", setup)
+    folder = [] if arguments[0].startswith("hydra.") else [f"hydra.run.dir={tmp_path}/run"]
+    assert train_py(monkeypatch, *arguments, *folder) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(line)
+    assert printed.err.count("\n") == 1
+
+
+def test_any_other_exception_leaves_its_traceback_in_the_log_and_ends_with_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(plan: object, module: object) -> None:
+        raise RuntimeError("the accelerator fell off")
+
+    monkeypatch.setattr(run_module, "fit", fit)
+    arguments = [*tiny_overrides(write_corpus(tmp_path)), f"hydra.run.dir={tmp_path}/run"]
+    assert train_py(monkeypatch, *arguments) == 1
+    assert "RuntimeError: the accelerator fell off" in capsys.readouterr().err
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "Traceback (most recent call last)" in log
+    assert "RuntimeError: the accelerator fell off" in log
+
+
+def test_success_is_status_0_and_the_folder_is_hydra_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = write_corpus(tmp_path)
+    arguments = [*tiny_overrides(corpus), f"hydra.run.dir={tmp_path}/run", "trainer.max_steps=4"]
+    assert train_py(monkeypatch, *arguments) == 0
+    run = tmp_path / "run"
+    assert (run / ".hydra" / "overrides.yaml").is_file()
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+    assert "step 4/4" in (run / "train.log").read_text()
+    first = (run / ".hydra" / "config.yaml").read_text()
+    # without the first command's overrides: the checkpoint's config holds
+    longer = ["resume=last", "trainer.max_steps=5", f"hydra.run.dir={tmp_path}/run"]
+    assert train_py(monkeypatch, *longer) == 0
+    assert "step 5/5" in (run / "train.log").read_text()
+    assert (run / ".hydra" / "config.yaml").read_text() == first
+    assert (run / ".hydra" / "resume-1" / "overrides.yaml").is_file()
+    capsys.readouterr()
+    assert train_py(monkeypatch, "resume=last", "model=rglru_tiny", f"hydra.run.dir={run}") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: model.width=128: the checkpoint has model.width=16; drop the override")
