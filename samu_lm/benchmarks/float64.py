@@ -37,13 +37,16 @@ def _shifted(t: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(t[:, :1]), t[:, :-1]], 1)
 
 
-def mixer64(inputs: dict[str, Tensor], first: Tensor, grad_y: Tensor) -> dict[str, Tensor]:
+def mixer64(
+    inputs: dict[str, Tensor], first: Tensor, grad_y: Tensor, through: Tensor | None = None
+) -> dict[str, Tensor]:
     """y and the gradient of ``(y * grad_y).sum()`` in every input of :data:`NAMES`.
 
     Args:
         inputs: the mixer's inputs by name, any floating dtype.
         first: bool ``[B, L]``, True at every document's first token, token 0 included.
         grad_y: ``[B, L, 2M]``.
+        through: bool ``[B, L, 2M]``, the outputs that the rectifier lets through; worked out here if not given.
     """
     wide = {name: inputs[name].detach().double() for name in NAMES}
     leaves = [wide[n].requires_grad_() for n in ("x", *NAMES[3:])]
@@ -55,8 +58,10 @@ def mixer64(inputs: dict[str, Tensor], first: Tensor, grad_y: Tensor) -> dict[st
     a = torch.polar((-nu * stretch).exp(), theta + delta.detach()[..., None]).masked_fill(first[..., None], 0)
     z = torch.complex(x[..., :modes], x[..., modes:])
     h = scan64(a, gamma * z)
-    through = grad_y.double() * (torch.cat([h.real, h.imag], -1) > 0)
-    d = torch.complex(through[..., :modes], through[..., modes:])
+    if through is None:
+        through = torch.cat([h.real, h.imag], -1) > 0
+    direct = grad_y.double() * through
+    d = torch.complex(direct[..., :modes], direct[..., modes:])
     # The adjoint is the same scan backwards: token t receives through the conjugate of a_{t+1}.
     g = scan64(_shifted(a.flip(1)).conj().resolve_conj(), d.flip(1)).flip(1)
     carried = g * (a * _shifted(h)).conj().resolve_conj()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,17 @@ def graph_median(call: Callable[[], Any], repeats: int = 20) -> float:
     with torch.cuda.graph(graph):
         call()
     return event_median(graph.replay, repeats)
+
+
+def host_time(call: Callable[[], Any], repeats: int = 40) -> float:
+    """Milliseconds that the host needs to start a call, the device's queue never full."""
+    spans = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        spans.append((time.perf_counter() - begin) * 1e3)
+    return median(spans)
 
 
 def kernel_times(call: Callable[[], Any], repeats: int = 8) -> list[tuple[str, float]]:

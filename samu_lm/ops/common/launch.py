@@ -7,11 +7,17 @@ of an op can be compiled for a GPU on a machine without one (:func:`compile_only
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import triton
+
 _observer: Callable[[Any, int, tuple[Any, ...], dict[str, Any]], None] | None = None
 _compiling = False
+_local = threading.local()  # the backward pass runs in threads of its own
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def cdiv(a: int, b: int) -> int:
@@ -28,13 +34,44 @@ def next_power_of_two(n: int) -> int:
 
 
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
-    """Starts ``programs`` programs of a Triton kernel along grid axis 0 (the axis that may exceed 65,535)."""
+    """Starts ``programs`` programs of a Triton kernel along grid axis 0 (the axis that may exceed 65,535).
+
+    Args:
+        kernel: a ``triton.jit`` function.
+        programs: size of the grid; 0 starts nothing.
+        args: its leading arguments; a tensor may come as a ``replay.Slot``.
+        options: its compile-time arguments, and Triton's own (``num_warps``).
+    """
     if programs == 0:
         return
+    tensors = tuple([arg.resolve() if hasattr(arg, "resolve") else arg for arg in args])
     if _observer is not None:
-        _observer(kernel, programs, args, options)
-    if not _compiling:
-        kernel[(programs,)](*args, **options)
+        _observer(kernel, programs, tensors, options)
+    if _compiling:
+        return
+    compiled = kernel[(programs,)](*tensors, **options)
+    recorder = getattr(_local, "recorder", None)
+    if recorder is not None:
+        recorder(kernel, compiled, programs, args, options)
+
+
+def watched() -> bool:
+    """Whether every launch must go through :func:`launch` one by one: it is observed, interpreted or hooked."""
+    if _observer is not None or _INTERPRETED:
+        return True
+    hook = triton.knobs.runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
+
+
+@contextlib.contextmanager
+def recording(recorder: Callable[..., None]) -> Iterator[None]:
+    """Calls ``recorder(kernel, compiled, programs, args, options)`` after every launch of this thread in the block."""
+    before = getattr(_local, "recorder", None)
+    _local.recorder = recorder
+    try:
+        yield
+    finally:
+        _local.recorder = before
 
 
 @contextlib.contextmanager
@@ -84,7 +121,6 @@ def compile_only(capability: int = 90) -> Iterator[list[tuple[str, Any]]]:
     Raises:
         RuntimeError: Triton was imported with its interpreter on, which compiles nothing.
     """
-    import triton
     from triton.runtime.jit import JITFunction
 
     global _compiling

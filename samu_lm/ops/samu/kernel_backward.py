@@ -21,7 +21,7 @@ and grad x is the adjoint itself.
 import triton
 import triton.language as tl
 
-from samu_lm.ops.samu.kernel_controls import token_gradients
+from samu_lm.ops.samu.kernel_rank_two import token_gradients
 from samu_lm.ops.samu.kernel_rows import (
     advance,
     kept_state,
@@ -158,6 +158,7 @@ def gradients_kernel(
     PER_THREAD: tl.constexpr,
     FUSED: tl.constexpr,
     REBUILD: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     EVEN: tl.constexpr,
@@ -206,7 +207,7 @@ def gradients_kernel(
     plane = chunks.to(tl.int64) * CHUNK
     token = chunk.to(tl.int64) * CHUNK
     out_sums = sums + 2 * part * plane + token
-    for back in range(STEP, CHUNK + STEP, STEP):
+    for back in tl.range(STEP, CHUNK + STEP, STEP, num_stages=STAGES):
         start = CHUNK - back
         t = c * CHUNK + start
         record = records + token + start

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from samu_lm.ops.common.launch import cdiv, next_power_of_two
+from samu_lm.ops.common.launch import next_power_of_two
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Plan:
     gradient_warps: int = 1
     fused: bool = False
     rebuild: bool = False
+    stages: int = 1
     fused_controls: bool = False
     piece: int = 32
     control_block: int = 512
@@ -75,45 +77,6 @@ def _warps(planned_block: int, planned_warps: int, block: int) -> int:
     return min(16, max(1, planned_warps * block // planned_block))
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Element offsets (float32) within the buffer that the forward pass keeps, and the sizes behind them."""
-
-    plan: Plan
-    row_chunks: int
-    chunks: int
-    plane: int
-    table: int
-    records: int
-    chunk_records: int
-    saved_states: int
-    signs: int
-    total: int
-
-    @property
-    def word(self) -> int:
-        """Tokens per word of rectifier bits."""
-        return min(self.plan.chunk, 32)
-
-
-def _aligned(n: int) -> int:
-    """Rounded up so that the next part starts on a 128-byte line."""
-    return -(-n // 32) * 32
-
-
-def layout(plan: Plan, batch: int, length: int, width: int, table: int, record_rows: int, save: bool) -> Layout:
-    """Where the parts of the kept buffer lie: table, token records, chunk records, saved states, rectifier bits."""
-    row_chunks = cdiv(length, plan.chunk)
-    chunks = batch * row_chunks
-    plane = chunks * plan.chunk
-    records = _aligned(table)
-    chunk_records = records + _aligned(record_rows * plane)
-    saved_states = chunk_records + _aligned(3 * chunks)
-    signs = saved_states + (_aligned(plane // plan.save_every * width) if save else 0)
-    total = signs + (_aligned(plane // min(plan.chunk, 32) * width) if save else 0)
-    return Layout(plan, row_chunks, chunks, plane, 0, records, chunk_records, saved_states, signs, total)
-
-
 _override: Plan | None = None
 
 
@@ -140,4 +103,7 @@ def default_plan(batch: int, length: int, width: int) -> Plan:
 def plan_for(batch: int, length: int, width: int) -> Plan:
     """The plan that a problem of this shape runs with."""
     plan = default_plan(batch, length, width) if _override is None else _override
-    return plan.for_shape(length, width // 2)
+    return _adapted(plan, length, width // 2)
+
+
+_adapted = lru_cache(maxsize=4096)(Plan.for_shape)

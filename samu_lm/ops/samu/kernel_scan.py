@@ -1,7 +1,8 @@
 """SAMU kernels of the forward pass: each chunk's own state, then the outputs.
 
 Shapes: x, y ``[B, L, 2M]`` (real parts, then imaginary parts); token records and chunk records as in
-``kernel_controls``; states ``[B * N, 2M]`` float32 for N chunks of C tokens per row; initial and final state ``[B, 2M]``.
+``kernel_controls``; states ``[B * N, 2M]`` float32 for N chunks of C tokens per row; initial and final state
+``[B, 2M]``.
 
 Every state but the initial and the final one is kept over gamma, so that the recurrence adds x as it is.
 
@@ -48,10 +49,13 @@ def chunk_states_kernel(
     MODE_BLOCKS: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     EVEN: tl.constexpr,
+    FLIP: tl.constexpr,
     PACKED: tl.constexpr,
 ):
     """State after each chunk but a row's last, started from zero (a row's first chunk: from the initial state)."""
     pid = tl.program_id(0)
+    if FLIP:  # the pass before this one ended at the far end: start where the cache is still warm
+        pid = tl.num_programs(0) - 1 - pid
     b = pid // MODE_BLOCKS // (row_chunks - 1)
     c = pid // MODE_BLOCKS % (row_chunks - 1)
     chunk = b * row_chunks + c
@@ -129,7 +133,7 @@ def outputs_kernel(
     ``[B * N * C / WORD, 2M]``.
     """
     pid = tl.program_id(0)
-    if FLIP:  # the pass before this one ended at the far end: start where the cache is still warm
+    if FLIP:
         pid = tl.num_programs(0) - 1 - pid
     chunk = pid // MODE_BLOCKS
     b = chunk // row_chunks

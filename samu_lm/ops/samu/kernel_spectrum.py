@@ -20,6 +20,8 @@ The table, float32, is what every other kernel reads of the parameters:
 import triton
 import triton.language as tl
 
+from samu_lm.ops.common.reduce import column_sums
+
 NU2 = tl.constexpr(0)
 COS = tl.constexpr(1)
 SIN = tl.constexpr(2)
@@ -119,17 +121,6 @@ def spectrum_table_kernel(
 
 
 @triton.jit
-def _column_sums(source, programs, row_stride, columns, mask, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums of ``programs`` rows in a fixed order, a block of columns at once."""
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in range(0, programs, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        at = source + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
-        total += tl.load(at, mask=(rows < programs)[:, None] & mask[None, :], other=0.0)
-    return tl.sum(total, axis=0)
-
-
-@triton.jit
 def _scalar_sum(source, programs, ROWS: tl.constexpr):
     total = tl.zeros([ROWS], tl.float32)
     for start in range(0, programs, ROWS):
@@ -169,9 +160,9 @@ def parameter_gradients_kernel(
         modes = pid * BLOCK + tl.arange(0, BLOCK)
         mask = modes < M
         stride = 3 * M
-        by_radius = _column_sums(spectrum_partials, spectrum_programs, stride, modes, mask, ROWS, BLOCK)
-        by_angle = _column_sums(spectrum_partials + M, spectrum_programs, stride, modes, mask, ROWS, BLOCK)
-        by_gamma = _column_sums(spectrum_partials + 2 * M, spectrum_programs, stride, modes, mask, ROWS, BLOCK)
+        by_radius = column_sums(spectrum_partials, spectrum_programs, stride, modes, mask, ROWS, BLOCK)
+        by_angle = column_sums(spectrum_partials + M, spectrum_programs, stride, modes, mask, ROWS, BLOCK)
+        by_gamma = column_sums(spectrum_partials + 2 * M, spectrum_programs, stride, modes, mask, ROWS, BLOCK)
         nu = tl.exp(tl.load(nu_log + modes, mask=mask, other=0.0).to(tl.float64))
         nu = tl.minimum(tl.maximum(nu, 1e-300), 1e300)
         theta = tl.exp(tl.load(theta_log + modes, mask=mask, other=0.0).to(tl.float64))
@@ -186,8 +177,7 @@ def parameter_gradients_kernel(
         columns = (block % DIRECTION_PROGRAMS) * BLOCK + tl.arange(0, BLOCK)
         mask = columns < width
         source = direction_partials + which * width
-        along = _column_sums(source, token_programs, 2 * width, columns, mask, ROWS, BLOCK)
-        bias = _scalar_sum(scalar_partials + which, token_programs, SCALAR_ROWS)
+        along = column_sums(source, token_programs, 2 * width, columns, mask, ROWS, BLOCK)
         # The gradient of v / |v| is the part of the gradient across v, over |v|; its part along v, the sum of
         # (gradient of a logit) * (logit), needs no second pass over the columns.
         radial = _scalar_sum(scalar_partials + 2 + which, token_programs, SCALAR_ROWS)
@@ -198,6 +188,7 @@ def parameter_gradients_kernel(
         u = tl.load(unit + columns, mask=mask, other=0.0)
         tl.store(out + columns, (along - u * radial) * inverse, mask=mask)
         if block % DIRECTION_PROGRAMS == 0:
+            bias = _scalar_sum(scalar_partials + which, token_programs, SCALAR_ROWS)
             tl.store(out + width, (bias - tl.load(unit + width) * radial) * inverse)
             amplitude = phase_amplitude
             if which == 1:
