@@ -79,7 +79,7 @@ def merge_config(
         ours, theirs = _lookup(composed, key), _lookup(saved, key)
         if key.split(".")[0] in FIXED:
             _refuse_contradiction(key, ours, theirs)
-        _assign(merged, key, copy.deepcopy(ours))
+        _assign(merged, key, ours)
     return merged
 
 
@@ -93,9 +93,8 @@ def _keys_set(overrides: Sequence[str] | None, composed: Mapping[str, Any]) -> I
         if key.split(".")[0] == "hydra":
             continue
         if key == "experiment":
-            yield key
             yield from _keys_of_experiment(override.value(), composed)
-        elif not override.is_delete():
+        else:
             yield key
 
 
@@ -146,8 +145,10 @@ def _assign(config: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(child, dict):
             child = node[part] = {}
         node = child
-    if value is not _ABSENT:
-        node[last] = value
+    if value is _ABSENT:  # deleted on the command line
+        node.pop(last, None)
+    else:
+        node[last] = copy.deepcopy(value)
 
 
 def _refuse_contradiction(key: str, ours: Any, theirs: Any) -> None:

@@ -7,7 +7,9 @@ The path of a newcomer: here what is built and in which order, `module.py` for t
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,13 +80,24 @@ class Plan:
 def train(cfg: DictConfig) -> float | None:
     """The task of train.py: trains, and returns the last validation loss for sweepers that optimise it."""
     hydra = HydraConfig.get()
-    for name in ("lightning.pytorch", "lightning.fabric"):  # their advice is not about this program
-        logging.getLogger(name).setLevel(logging.WARNING)
+    quieten()
     overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     with job_errors():
         results = run(cfg, Path(hydra.runtime.output_dir), overrides)  # type: ignore[arg-type]
     loss = results.get("val/loss")
     return None if loss is None else float(loss)
+
+
+def quieten() -> None:
+    """Leaves out of the log what libraries say about matters that are settled here."""
+    for name in ("lightning.pytorch", "lightning.fabric"):  # their advice is not about this program
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")  # Lightning's use of PyTorch
+    warnings.filterwarnings(
+        "ignore", message=".*sync_dist=True.*"
+    )  # validation sums are reduced before they are logged
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        logging.getLogger("samu_lm").setLevel(logging.WARNING)  # all ranks would say the same
 
 
 def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None = None) -> dict[str, Any]:

@@ -270,6 +270,12 @@ class TestMergedConfig:
         same = {**self.composed, "model": self.saved["model"]}
         assert merge_config(same, self.saved, ["model.width=8"])["model"] == self.saved["model"]
 
+    def test_what_the_command_line_deletes_is_deleted(self) -> None:
+        saved = {**self.saved, "callbacks": {"mfu": {"_target_": "c"}, "last": {"_target_": "l"}}}
+        composed = {**self.composed, "callbacks": {"last": {"_target_": "l"}}}
+        merged = merge_config(composed, saved, ["~callbacks.mfu", "resume=last"])
+        assert merged["callbacks"] == {"last": {"_target_": "l"}}
+
     def test_an_experiment_sets_its_own_keys_only(self) -> None:
         composed = {**self.composed, "model": {"_target_": "m", "width": 8, "rnn_width": 32, "depth": 2}}
         saved = {**self.saved, "model": {"_target_": "m", "width": 8, "rnn_width": 32, "depth": 2, "mixer": "rglru"}}

@@ -82,7 +82,8 @@ class StopOnSignal(Callback):
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LastCheckpoint):
                 callback.save(trainer)
-                log.warning("stopped at step %d; resume=last goes on from %s", trainer.global_step, callback.path)
+                if trainer.is_global_zero:
+                    log.warning("stopped at step %d; resume=last goes on from %s", trainer.global_step, callback.path)
         raise GracefulStop(signum)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
