@@ -32,21 +32,25 @@ Shape = tuple[int, int, int]
 _DEFAULT_OPTIONS = dict(kernel_plan.OPTIONS)
 _DEFAULT_TOKENS = dict(kernel_plan.TILE_TOKENS)
 _DEFAULT_FUSED = dict(kernel_plan.FUSED_CHANNELS)
+_DEFAULT_PIECES = dict(kernel_plan.PIECE_TILES)
 
 
 def apply_variant(variant: dict[str, Any]) -> None:
     """Sets the plan: ``{"tokens": {path: T}, "fused": channels, kernel: {option: value}}`` over the defaults."""
     kernel_plan.TILE_TOKENS.update(_DEFAULT_TOKENS)
     kernel_plan.FUSED_CHANNELS.update(_DEFAULT_FUSED)
+    kernel_plan.PIECE_TILES.update(_DEFAULT_PIECES)
     kernel_plan.OPTIONS.update(_DEFAULT_OPTIONS)
     for name, value in variant.items():
         if name == "tokens":
             kernel_plan.TILE_TOKENS.update(value)
         elif name == "fused":
             kernel_plan.FUSED_CHANNELS["gradient"] = value
+        elif name == "pieces":
+            kernel_plan.PIECE_TILES["all"] = value
         elif name != "resets":
             kernel_plan.OPTIONS[name] = dataclasses.replace(_DEFAULT_OPTIONS[name], **value)
-    kernel_plan.mixer_tiling.cache_clear()
+    kernel_plan.clear_plans()
 
 
 def draw(shape: Shape, dtype: torch.dtype, device: str, blocks: int = BLOCKS) -> dict[str, Tensor]:
@@ -245,10 +249,10 @@ def warm(jobs: list[tuple[dict[str, Any], Shape, torch.dtype, int]]) -> None:
             first = torch.empty(batch, length, dtype=torch.bool)
             if kernel.fits(w, dtype):
                 gates = (weight, bias, weight, bias, param)
-                y, _, saved = kernel._mixer_forward(x, *gates, first, None)
+                y, _, saved = kernel._mixer(x, *gates, first, None, True)
                 kernel._mixer_backward(y, None, saved, x, *gates, first, False)
             else:
-                y, _, saved = kernel._scan_forward(x, x, x, param, first, None)
+                y, _, saved = kernel._scan(x, x, x, param, first, None, True)
                 kernel._scan_backward(y, None, saved, x, x, x, param, first, False)
 
 

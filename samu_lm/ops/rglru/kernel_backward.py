@@ -3,11 +3,11 @@
     g_t = dy_t + a_{t+1} g_{t+1}                          (cut where t+1 is a first token)
     d log a_t = g_t a_t h_{t-1} - g_t i_t x_t a_t^2 min(1/sqrt(1 - a_t^2), 2000)
 
-``summary_kernel`` reduces a segment to one map c -> A c + G per channel, where c is the gradient that reaches the
-segment from behind; it visits no tile beyond the segment's first first token. ``gradient_kernel`` folds the maps of the
-segments behind its own, walks its tiles backwards, replays the states of a tile from the state saved before it, and
-writes every gradient: those of the weights as sums kept in registers where one program owns a whole gate block, else
-through the logits' gradients in memory and ``projection_kernel``.
+``summary_kernel`` reduces a piece of a segment to one map c -> A c + G per channel, where c is the gradient that
+reaches the piece from behind, and visits only what can reach the segment's start. ``gradient_kernel`` folds the maps
+between its segment and the next first token, walks its tiles backwards, replays the states of a tile from the state
+saved before it, and writes every gradient: those of the weights as sums kept in registers where one program owns a
+whole gate block, else through the logits' gradients in memory and ``projection_kernel``.
 
 Legend as in kernel_forward.py; P programs that share a channel block each keep their own float32 partial sums, which
 ``reduce_kernel`` adds in a fixed order.
@@ -27,7 +27,7 @@ from samu_lm.ops.rglru.kernel_forward import (
     pick_rows,
     project,
     store_rows,
-    tiles_to_reset,
+    tokens_to_reset,
 )
 from samu_lm.ops.rglru.kernel_tile import (
     LARGEST_RSQRT,
@@ -35,36 +35,38 @@ from samu_lm.ops.rglru.kernel_tile import (
     advance,
     column_tokens,
     decay_rate,
-    fold_segments,
+    fold_pieces,
     moved_states_and_adjoints,
     one_sigmoid,
     reduce_tile,
     thread_channels,
     threads_to_tile,
+    through,
     tile_to_threads,
     transition,
     two_sigmoids,
 )
 
 
-@triton.jit(do_not_specialize=["B", "L", "tiles", "tiles_per_segment", "segments"])
+@triton.jit(do_not_specialize=["B", "L", "tiles_per_piece", "pieces_per_segment", "segments"])
 def summary_kernel(
     x, a_logits, a_weight, a_bias, a_param, first, grad_y, summary_a, summary_g,
-    B, L, W, H, x_stride_b, x_stride_l, grad_stride_b, grad_stride_l, tiles, tiles_per_segment, segments,
+    B, L, W, H, tiles_per_piece, pieces_per_segment, segments,
     FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    piece, h, b, ahead = locate(tl.program_id(0), slices, H, B)
-    segment = segments - 1 - ahead
+    slice_, h, b, span = locate(tl.program_id(0), slices, H, B)
+    piece = span + pieces_per_segment
     block = h * w
-    c0 = piece * M
+    c0 = slice_ * M
     limit = tl.minimum(w - c0, W - block - c0)
     own = tl.arange(0, M) < limit
     tch = thread_channels(M)
     tok = column_tokens(T, Q, E)
     K: tl.constexpr = T // Q
     TWO: tl.constexpr = K2 > 0
+    EXACT: tl.constexpr = not FROM_LOGITS and w % M == 0 and w == K1 + K2
 
     rate = decay_rate(tl.load(a_param + block + c0 + tl.arange(0, M), mask=own, other=0.0).to(tl.float32))[:, None]
     if not FROM_LOGITS:
@@ -79,31 +81,39 @@ def summary_kernel(
 
     product = tl.full([M], 1.0, tl.float32)
     carry = tl.zeros([M], tl.float32)
-    begin = segment * tiles_per_segment
-    count = tl.minimum(tiles_per_segment, tiles - begin).to(tl.int32)
-    visits = count
+    # this piece's own tokens, up to its first first token; none if the segment has one before it
+    piece_tokens = tiles_per_piece * T
+    begin = piece * piece_tokens
+    end = tl.minimum(begin + piece_tokens, L)
+    count = (end - begin).to(tl.int32)
+    tiles = (count + T - 1) // T
     if HAS_FIRST:
-        run = tl.minimum(count * T, L - begin * T).to(tl.int32)
-        visits = tiles_to_reset(first, b * L + begin * T, run, T, False, 1024)
-    for step in tl.range(0, visits, num_stages=STAGES):
-        t0 = (begin + step) * T
-        tokens = (L - t0).to(tl.int32)
+        ahead = ((piece % pieces_per_segment) * piece_tokens).to(tl.int32)
+        if tokens_to_reset(first, b * L + begin - ahead, ahead, True, 1024) < ahead:
+            tiles = 0
+        else:
+            nearest = tokens_to_reset(first, b * L + begin, count, False, 1024)
+            if nearest < count:
+                tiles = nearest // T + 1
+    for step in tl.range(0, tiles, num_stages=STAGES):
+        t0 = begin + step * T
+        tokens = (end - t0).to(tl.int32)
         row_tokens = b * L + t0
-        grad_row = grad_y + b * grad_stride_b + t0 * grad_stride_l + block + c0
-        dy = tl.trans(load_rows(grad_row, grad_stride_l, tok, tokens, 0, M, limit))
+        grad_row = grad_y + row_tokens * W + block + c0
+        dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT))
         if PICK:
             dy = tl.dot(pick, dy.to(OPERAND), input_precision="ieee")
         else:
             dy = dy.to(tl.float32)
         if FROM_LOGITS:
             logits_row = a_logits + row_tokens * W + block + c0
-            la = tl.trans(load_rows(logits_row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
+            la = tl.trans(load_rows(logits_row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32) * -LOG2E
         else:
-            x_row = x + b * x_stride_b + t0 * x_stride_l + block
-            x1 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, 0, K1, w).to(OPERAND))
+            x_row = x + row_tokens * W + block
+            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT).to(OPERAND))
             x2 = x1
             if TWO:
-                x2 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, K1, K2, w).to(OPERAND))
+                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT).to(OPERAND))
             la = project(wa1, x1, wa2, x2, TWO) * -LOG2E + bias_a
         a, _ = transition(one_sigmoid(la), rate)
         u = a * dy
@@ -120,26 +130,26 @@ def summary_kernel(
             tile_a, tile_u = reduce_tile(a, u, True, False, M, Q, K)
         # this tile's map, then that of the tiles before it
         carry = advance(product, carry, tile_u, HAS_FIRST)
-        product = product * tile_a
+        product = through(product, tile_a, HAS_FIRST)
 
-    at = segment * B * W + b * W + block + c0 + tch
-    tl.store(summary_a + at, product, mask=tch < limit)
-    tl.store(summary_g + at, carry, mask=tch < limit)
+    at = piece * B * W + b * W + block + c0
+    tl.store(summary_a + at + tch, product, mask=tch < limit)
+    tl.store(summary_g + at + tch, carry, mask=tch < limit)
 
 
-@triton.jit(do_not_specialize=["B", "L", "tiles", "tiles_per_segment", "segments"])
+@triton.jit(do_not_specialize=["B", "L", "tiles_per_piece", "pieces_per_segment", "segments"])
 def gradient_kernel(
     x, input_logits, a_logits, input_weight, input_bias, a_weight, a_bias, a_param, first, states, grad_y, grad_final,
     summary_a, summary_g, grad_x, grad_input_logits, grad_a_logits, partial_weights, partial_vectors, grad_initial,
-    B, L, W, H, x_stride_b, x_stride_l, grad_stride_b, grad_stride_l, tiles, tiles_per_segment, segments,
+    B, L, W, H, tiles_per_piece, pieces_per_segment, segments,
     FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr, HAS_GRAD_FINAL: tl.constexpr,
     FUSED: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    piece, h, b, segment = locate(tl.program_id(0), slices, H, B)
+    slice_, h, b, segment = locate(tl.program_id(0), slices, H, B)
     block = h * w
-    c0 = piece * M
+    c0 = slice_ * M
     limit = tl.minimum(w - c0, W - block - c0)
     ch = tl.arange(0, M)
     own = ch < limit
@@ -148,6 +158,7 @@ def gradient_kernel(
     tok = column_tokens(T, Q, E)
     K: tl.constexpr = T // Q
     TWO: tl.constexpr = K2 > 0
+    EXACT: tl.constexpr = not FROM_LOGITS and w % M == 0 and w == K1 + K2
 
     rate = decay_rate(tl.load(a_param + block + c0 + ch, mask=own, other=0.0).to(tl.float32))[:, None]
     if not FROM_LOGITS:
@@ -172,51 +183,48 @@ def gradient_kernel(
     sum_ba = tl.zeros([M, Q], tl.float32)
     sum_rate = tl.zeros([M, Q], tl.float32)
 
-    state_column = b * W + block + c0 + tch
+    column = b * W + block + c0
     carry = tl.zeros([M], tl.float32)
     if HAS_GRAD_FINAL:
-        carry = tl.load(grad_final + state_column, mask=towns, other=0.0).to(tl.float32)
-    carry = fold_segments(
-        carry,
-        summary_a,
-        summary_g,
-        segment * 0 + segments - 1,
-        -1,
-        (segments - 1 - segment).to(tl.int32),
-        B,
-        W,
-        state_column,
-        towns,
-        HAS_FIRST,
-        J,
-    )
+        carry = tl.load(grad_final + column + tch, mask=towns, other=0.0).to(tl.float32)
+    segment_tokens = pieces_per_segment * tiles_per_piece * T
+    begin = segment * segment_tokens
+    end = tl.minimum(begin + segment_tokens, L)
+    # what reaches the segment from behind: fold the pieces up to the next first token, or to the row's end
+    last_piece = (L - 1) // (tiles_per_piece * T) + segment * 0
+    if HAS_FIRST:
+        rest = (L - end).to(tl.int32)
+        nearest = tokens_to_reset(first, b * L + end, rest, False, 4096)
+        if nearest < rest:
+            last_piece = (end + nearest) // (tiles_per_piece * T)
+    pieces = (last_piece + 1 - (segment + 1) * pieces_per_segment).to(tl.int32)
+    carry = fold_pieces(carry, summary_a, summary_g, last_piece, -1, pieces, B, W, column, tch, towns, HAS_FIRST, J)
 
-    begin = segment * tiles_per_segment
-    count = tl.minimum(tiles_per_segment, tiles - begin).to(tl.int32)
-    for step in tl.range(0, count, num_stages=STAGES):
-        tile = begin + count - 1 - step
+    tiles = ((end - begin + T - 1) // T).to(tl.int32)
+    for step in tl.range(0, tiles, num_stages=STAGES):
+        tile = begin // T + tiles - 1 - step
         t0 = tile * T
-        tokens = (L - t0).to(tl.int32)
+        tokens = (end - t0).to(tl.int32)
         row_tokens = b * L + t0
         row = row_tokens * W + block + c0
-        x_row = x + b * x_stride_b + t0 * x_stride_l + block
-        grad_row = grad_y + b * grad_stride_b + t0 * grad_stride_l + block + c0
+        x_row = x + row_tokens * W + block
+        grad_row = grad_y + row_tokens * W + block + c0
         if FROM_LOGITS:
-            xf = tl.trans(load_rows(x_row + c0, x_stride_l, tok, tokens, 0, M, limit)).to(tl.float32)
-            li = tl.trans(load_rows(input_logits + row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
-            la = tl.trans(load_rows(a_logits + row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
+            xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
+            li = tl.trans(load_rows(input_logits + row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32) * -LOG2E
+            la = tl.trans(load_rows(a_logits + row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32) * -LOG2E
         else:
-            x1 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, 0, K1, w).to(OPERAND))
+            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT).to(OPERAND))
             x2 = x1
             if TWO:
-                x2 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, K1, K2, w).to(OPERAND))
+                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT).to(OPERAND))
             li, la = apart(project(tl.trans(w1), x1, tl.trans(w2), x2, TWO), M, T)
             li = li * -LOG2E + bias_i
             la = la * -LOG2E + bias_a
             if PICK:
                 xf = project(pick1, x1, pick2, x2, TWO)
             else:
-                xf = tl.trans(load_rows(x_row + c0, x_stride_l, tok, tokens, 0, M, limit)).to(tl.float32)
+                xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
 
         i, r = two_sigmoids(li, la)
         a, left = transition(r, rate)
@@ -225,9 +233,9 @@ def gradient_kernel(
         b_in = z * inverse
         # d b / d log a = -a^2 / b, its reciprocal root clipped; 0 where b is not a function of a
         slope = -a * a * tl.minimum(inverse, LARGEST_RSQRT)
-        dy = tl.trans(load_rows(grad_row, grad_stride_l, tok, tokens, 0, M, limit))
+        dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT))
         if PICK:
-            dy = tl.dot(pick, dy.to(OPERAND), input_precision="ieee")
+            dy = tl.dot(tl.trans(pick), dy.to(OPERAND), input_precision="ieee")
         else:
             dy = dy.to(tl.float32)
         u = a * dy
@@ -245,15 +253,16 @@ def gradient_kernel(
         v = b_in * gated
         by_multiplier = gated * slope
         by_gate = v - v * i
-        state = tl.load(states + tile * B * W + state_column, mask=towns, other=0.0)
+        state = tl.load(states + (tile * B * W + column) + tch, mask=towns, other=0.0)
         a = tile_to_threads(a, M, T, Q, E)
         v = tile_to_threads(v, M, T, Q, E)
+        dy = tile_to_threads(dy, M, T, Q, E)
         u = tile_to_threads(u, M, T, Q, E)
         if selects:
-            by_state, behind, carry = moved_states_and_adjoints(a, v, u, state, carry, True, M, Q, K)
+            by_state, g, carry = moved_states_and_adjoints(a, v, dy, u, state, carry, True, M, Q, K)
         else:
-            by_state, behind, carry = moved_states_and_adjoints(a, v, u, state, carry, False, M, Q, K)
-        g = dy + threads_to_tile(behind, M, T, Q, E)
+            by_state, g, carry = moved_states_and_adjoints(a, v, dy, u, state, carry, False, M, Q, K)
+        g = threads_to_tile(g, M, T, Q, E)
         grad_r = g * (threads_to_tile(by_state, M, T, Q, E) + by_multiplier) * r
         grad_la = grad_r * (rate - rate * r)
         grad_li = g * by_gate
@@ -270,12 +279,12 @@ def gradient_kernel(
             sum_w = tl.dot(x1, tl.trans(both), sum_w, input_precision="ieee")
         else:
             out_type = grad_input_logits.dtype.element_ty
-            store_rows(grad_input_logits + row, W, tok, tokens, grad_li.to(out_type), M, limit)
-            store_rows(grad_a_logits + row, W, tok, tokens, grad_la.to(out_type), M, limit)
-        store_rows(grad_x + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit)
+            store_rows(grad_input_logits + row, W, tok, tokens, grad_li.to(out_type), M, limit, EXACT)
+            store_rows(grad_a_logits + row, W, tok, tokens, grad_la.to(out_type), M, limit, EXACT)
+        store_rows(grad_x + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit, EXACT)
 
     if segment == 0:
-        tl.store(grad_initial + state_column, carry, mask=towns)
+        tl.store(grad_initial + column + tch, carry, mask=towns)
     # d rate / d a_param = -8 sigmoid(a_param)
     param = tl.load(a_param + block + c0 + tch, mask=towns, other=0.0).to(tl.float32)
     part = segment * B + b
@@ -293,7 +302,7 @@ def gradient_kernel(
 @triton.jit(do_not_specialize=["L", "row_parts", "tokens_per_part"])
 def projection_kernel(
     x, grad_input_logits, grad_a_logits, input_weight, a_weight, grad_x, partial_weights,
-    L, W, H, x_stride_b, x_stride_l, row_parts, tokens_per_part,
+    L, W, H, row_parts, tokens_per_part,
     w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -314,15 +323,16 @@ def projection_kernel(
     wa = tl.trans(load_weight(a_weight + h * w * w, k0, M, 0, N, w, OPERAND))
     sum_wi = tl.zeros([M, N], tl.float32)
     sum_wa = tl.zeros([M, N], tl.float32)
+    EXACT: tl.constexpr = w % M == 0 and w == N
     tok = tl.arange(0, T)
     k = k0 + tl.arange(0, M)
     for step in tl.range(0, tl.cdiv(count, T), num_stages=STAGES):
         live = count - step * T
         token = begin + step * T
         place = (b * L + token) * W + h * w
-        x1 = load_rows(x + b * x_stride_b + token * x_stride_l + h * w, x_stride_l, tok, live, k0, M, w).to(OPERAND)
-        dli = load_rows(grad_input_logits + place, W, tok, live, 0, N, w).to(OPERAND)
-        dla = load_rows(grad_a_logits + place, W, tok, live, 0, N, w).to(OPERAND)
+        x1 = load_rows(x + place, W, tok, live, k0, M, w, EXACT).to(OPERAND)
+        dli = load_rows(grad_input_logits + place, W, tok, live, 0, N, w, EXACT).to(OPERAND)
+        dla = load_rows(grad_a_logits + place, W, tok, live, 0, N, w, EXACT).to(OPERAND)
         target = grad_x + place + tok[:, None] * W + k[None, :]
         inside = (tok < live)[:, None] & (k < w)[None, :]
         out = tl.load(target, mask=inside, other=0.0).to(tl.float32)

@@ -1,9 +1,11 @@
-"""RG-LRU forward kernel: gates and recurrence in one program, segment by segment (see docs/kernels-rglru.md).
+"""RG-LRU forward kernel: gates and recurrence in one program (see docs/kernels-rglru.md).
 
-A program owns one segment (a run of tiles of T tokens) of one row, for M channels of one gate block. The same kernel
-runs twice: with SUMMARY it reduces its segment to one map h -> A h + V per channel, from its end back to the nearest
-first token; without, it folds the maps of the segments before its own into a carry and writes y, and the state before
-every tile for the backward pass.
+A row is cut into segments, one program each per M channels of a gate block, and segments into pieces; both are runs of
+tiles of T tokens. The kernel runs twice. With SUMMARY a program reduces one piece to one map h -> A h + V per channel,
+from its end back to its last first token: nothing before that reaches the end, and a piece with a first token behind it
+in its segment is left out altogether. Without SUMMARY a program folds the maps between the last first token before its
+segment and the segment, which gives the state that the segment starts from, and then walks its tiles: it writes y, and
+the state before every tile for the backward pass.
 
 Legend: B rows, L tokens, W width, w channels of a gate block, M rows of the tile, T tokens of the tile, K1 + K2 >= w
 inner size of the gate products in one or two powers of two, tok a token within its tile, ch a channel within its slice.
@@ -17,11 +19,12 @@ from samu_lm.ops.rglru.kernel_tile import (
     advance,
     column_tokens,
     decay_rate,
-    fold_segments,
+    fold_pieces,
     reduce_tile,
     states,
     thread_channels,
     threads_to_tile,
+    through,
     tile_to_threads,
     transition,
     two_sigmoids,
@@ -57,19 +60,26 @@ def pick_rows(k0, K: tl.constexpr, c0, M: tl.constexpr, OPERAND: tl.constexpr):
 
 
 @triton.jit
-def load_rows(row, stride, tok, tokens, k0, K: tl.constexpr, limit):
-    """``[T, K]`` of activations: tokens ``tok`` of the tile, channels k0..; 0 from ``tokens`` and ``limit`` on."""
-    k = k0 + tl.arange(0, K)
-    inside = (tok < tokens)[:, None] & (k < limit)[None, :]
-    return tl.load(row + tok[:, None] * stride + k[None, :], mask=inside, other=0.0)
+def load_rows(row, W, tok, tokens, k0, K: tl.constexpr, limit, EXACT: tl.constexpr):
+    """``[T, K]`` of activations: tokens ``tok`` of the tile, channels k0..; 0 from ``tokens`` and ``limit`` on.
+
+    EXACT promises that no channel reaches ``limit``.
+    """
+    k = tl.arange(0, K)
+    inside = (tok < tokens)[:, None]
+    if not EXACT:
+        inside = inside & (k0 + k < limit)[None, :]
+    return tl.load(row + k0 + (tok[:, None] * W + k[None, :]), mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(row, stride, tok, tokens, tile, M: tl.constexpr, limit):
+def store_rows(row, W, tok, tokens, tile, M: tl.constexpr, limit, EXACT: tl.constexpr):
     """Writes ``[M, T]`` (column order) as tokens by channels."""
     ch = tl.arange(0, M)
-    inside = (tok < tokens)[:, None] & (ch < limit)[None, :]
-    tl.store(row + tok[:, None] * stride + ch[None, :], tl.trans(tile), mask=inside)
+    inside = (tok < tokens)[:, None]
+    if not EXACT:
+        inside = inside & (ch < limit)[None, :]
+    tl.store(row + (tok[:, None] * W + ch[None, :]), tl.trans(tile), mask=inside)
 
 
 @triton.jit
@@ -106,52 +116,46 @@ def first_tokens(first, row_tokens, t0, tok, tokens, HAS_FIRST: tl.constexpr, HA
 
 @triton.jit
 def locate(pid, slices: tl.constexpr, H, B):
-    """Slice, gate block, row and segment of a program; row and segment are int64, so that offsets built on them are."""
+    """Slice, gate block, row and span (segment or piece) of a program; the last two int64, as are offsets from them."""
     row = (pid // (slices * H)).to(tl.int64)
     return pid % slices, (pid // slices) % H, row % B, row // B
 
 
 @triton.jit
-def tiles_to_reset(first, row_tokens, count, T: tl.constexpr, FROM_END: tl.constexpr, N: tl.constexpr):
-    """How many of a run's tiles lie between one of its ends and its first token nearest to that end, itself included.
+def tokens_to_reset(first, at, count, FROM_END: tl.constexpr, N: tl.constexpr):
+    """How many of a run's ``count`` tokens lie before its nearest first token, seen from its start or end.
 
-    Nothing beyond that token reaches the end, so a summary of the run need not visit it. ``row_tokens`` is the offset
-    of the run's mask, ``count`` its number of tokens; N tokens are looked at a time.
+    ``count`` if there is none. ``at`` is the offset of the run's mask; N tokens are looked at a time.
     """
-    tiles = (count + T - 1) // T
-    needed = tiles
-    at = tiles * 0
-    while at < count:
-        n = at + tl.arange(0, N)
+    nearest = count
+    looked = count * 0
+    while looked < count:
+        n = looked + tl.arange(0, N)
         if FROM_END:
             token = count - 1 - n
         else:
             token = n
-        marked = tl.load(first + row_tokens + token, mask=n < count, other=0).to(tl.int32) > 0
+        marked = tl.load(first + at + token, mask=n < count, other=0).to(tl.int32) > 0
         nearest = tl.min(tl.where(marked, n, count), 0)
-        at += N
+        looked += N
         if nearest < count:
-            at = count
-            if FROM_END:
-                needed = tiles - (count - 1 - nearest) // T
-            else:
-                needed = nearest // T + 1
-    return needed
+            looked = count
+    return nearest
 
 
-@triton.jit(do_not_specialize=["B", "L", "tiles", "tiles_per_segment", "segments"])
+@triton.jit(do_not_specialize=["B", "L", "tiles_per_piece", "pieces_per_segment", "segments"])
 def forward_kernel(
     x, input_logits, a_logits, input_weight, input_bias, a_weight, a_bias, a_param, first, initial_state,
     summary_a, summary_v, y, states_out, final_state,
-    B, L, W, H, x_stride_b, x_stride_l, tiles, tiles_per_segment, segments,
+    B, L, W, H, tiles_per_piece, pieces_per_segment, segments,
     SUMMARY: tl.constexpr, FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr,
     SAVE: tl.constexpr, w: tl.constexpr, slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr,
     E: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    piece, h, b, segment = locate(tl.program_id(0), slices, H, B)
+    slice_, h, b, span = locate(tl.program_id(0), slices, H, B)
     block = h * w
-    c0 = piece * M
+    c0 = slice_ * M
     limit = tl.minimum(w - c0, W - block - c0)
     ch = tl.arange(0, M)
     own = ch < limit
@@ -160,6 +164,7 @@ def forward_kernel(
     tok = column_tokens(T, Q, E)
     K: tl.constexpr = T // Q
     TWO: tl.constexpr = K2 > 0
+    EXACT: tl.constexpr = not FROM_LOGITS and w % M == 0 and w == K1 + K2
 
     rate = decay_rate(tl.load(a_param + block + c0 + ch, mask=own, other=0.0).to(tl.float32))[:, None]
     if not FROM_LOGITS:
@@ -177,48 +182,71 @@ def forward_kernel(
             if TWO:
                 pick2 = pick_rows(K1, K2, c0, M, OPERAND)
 
-    state_column = b * W + block + c0 + tch
+    column = b * W + block + c0
+    piece_tokens = tiles_per_piece * T
     carry = tl.zeros([M], tl.float32)
     product = tl.full([M], 1.0, tl.float32)
-    if not SUMMARY:
+    if SUMMARY:
+        # this piece's own tokens, from its end back to its last first token; none if the segment has one behind it
+        begin = span * piece_tokens
+        end = tl.minimum(begin + piece_tokens, L)
+        count = (end - begin).to(tl.int32)
+        tiles = (count + T - 1) // T
+        last = tiles - 1
+        if HAS_FIRST:
+            segment_end = (span // pieces_per_segment + 1) * pieces_per_segment * piece_tokens
+            behind = (tl.minimum(segment_end, L) - end).to(tl.int32)
+            if tokens_to_reset(first, b * L + end, behind, False, 1024) < behind:
+                tiles = 0
+            else:
+                nearest = tokens_to_reset(first, b * L + begin, count, True, 1024)
+                if nearest < count:
+                    tiles -= (count - 1 - nearest) // T
+    else:
+        begin = span * pieces_per_segment * piece_tokens
+        end = tl.minimum(begin + pieces_per_segment * piece_tokens, L)
+        tiles = ((end - begin + T - 1) // T).to(tl.int32)
+        last = tiles - 1
+        # the state before the segment: fold the pieces from the last first token before it, or from the row's start
+        from_piece = span * 0
         if HAS_STATE:
-            carry = tl.load(initial_state + state_column, mask=towns, other=0.0).to(tl.float32)
-        carry = fold_segments(
-            carry, summary_a, summary_v, segment * 0, 1, segment.to(tl.int32), B, W, state_column, towns, HAS_FIRST, J
-        )
+            carry = tl.load(initial_state + column + tch, mask=towns, other=0.0).to(tl.float32)
+        if HAS_FIRST:
+            nearest = tokens_to_reset(first, b * L, begin.to(tl.int32), True, 4096)
+            if nearest < begin:
+                from_piece = (begin - 1 - nearest) // piece_tokens
+        pieces = (span * pieces_per_segment - from_piece).to(tl.int32)
+        carry = fold_pieces(carry, summary_a, summary_v, from_piece, 1, pieces, B, W, column, tch, towns, HAS_FIRST, J)
 
-    begin = segment * tiles_per_segment
-    count = tl.minimum(tiles_per_segment, tiles - begin).to(tl.int32)
-    visits = count
-    if SUMMARY and HAS_FIRST:
-        run = tl.minimum(count * T, L - begin * T).to(tl.int32)
-        visits = tiles_to_reset(first, b * L + begin * T, run, T, True, 1024)
-    for step in tl.range(0, visits, num_stages=STAGES):
+    for step in tl.range(0, tiles, num_stages=STAGES):
         if SUMMARY:
-            tile = begin + count - 1 - step
+            tile = begin // T + last - step
         else:
-            tile = begin + step
+            tile = begin // T + step
         t0 = tile * T
-        tokens = (L - t0).to(tl.int32)
+        tokens = (end - t0).to(tl.int32)
         row_tokens = b * L + t0
-        x_row = x + b * x_stride_b + t0 * x_stride_l + block
+        x_row = x + row_tokens * W + block
         if FROM_LOGITS:
             logits_row = row_tokens * W + block + c0
-            xf = tl.trans(load_rows(x_row + c0, x_stride_l, tok, tokens, 0, M, limit)).to(tl.float32)
-            li = tl.trans(load_rows(input_logits + logits_row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
-            la = tl.trans(load_rows(a_logits + logits_row, W, tok, tokens, 0, M, limit)).to(tl.float32) * -LOG2E
+            xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
+            li = (
+                tl.trans(load_rows(input_logits + logits_row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
+                * -LOG2E
+            )
+            la = tl.trans(load_rows(a_logits + logits_row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32) * -LOG2E
         else:
-            x1 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, 0, K1, w).to(OPERAND))
+            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT).to(OPERAND))
             x2 = x1
             if TWO:
-                x2 = tl.trans(load_rows(x_row, x_stride_l, tok, tokens, K1, K2, w).to(OPERAND))
+                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT).to(OPERAND))
             li, la = apart(project(w1, x1, w2, x2, TWO), M, T)
             li = li * -LOG2E + bias_i
             la = la * -LOG2E + bias_a
             if PICK:
                 xf = project(pick1, x1, pick2, x2, TWO)
             else:
-                xf = tl.trans(load_rows(x_row + c0, x_stride_l, tok, tokens, 0, M, limit)).to(tl.float32)
+                xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
         i, r = two_sigmoids(li, la)
         a, left = transition(r, rate)
         b_in = tl.sqrt(left + left * a)
@@ -237,20 +265,20 @@ def forward_kernel(
                 tile_a, tile_v = reduce_tile(a, v, False, False, M, Q, K)
             # this tile's map, then that of the tiles behind it
             carry = advance(product, carry, tile_v, HAS_FIRST)
-            product = product * tile_a
+            product = through(product, tile_a, HAS_FIRST)
         else:
             if SAVE:
-                tl.store(states_out + tile * B * W + state_column, carry, mask=towns)
+                tl.store(states_out + (tile * B * W + column) + tch, carry, mask=towns)
             if selects:
                 h_all, carry = states(a, v, carry, True, M, Q, K)
             else:
                 h_all, carry = states(a, v, carry, False, M, Q, K)
             out = threads_to_tile(h_all, M, T, Q, E).to(y.dtype.element_ty)
-            store_rows(y + row_tokens * W + block + c0, W, tok, tokens, out, M, limit)
+            store_rows(y + row_tokens * W + block + c0, W, tok, tokens, out, M, limit, EXACT)
 
     if SUMMARY:
-        at = segment * B * W + state_column
-        tl.store(summary_a + at, product, mask=towns)
-        tl.store(summary_v + at, carry, mask=towns)
-    elif segment == segments - 1:
-        tl.store(final_state + state_column, carry, mask=towns)
+        at = span * B * W + column
+        tl.store(summary_a + at + tch, product, mask=towns)
+        tl.store(summary_v + at + tch, carry, mask=towns)
+    elif span == segments - 1:
+        tl.store(final_state + column + tch, carry, mask=towns)

@@ -1,181 +1,141 @@
 """The launches of one RG-LRU call, forward and backward. Legend as in kernel_plan.py."""
 
-from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from samu_lm.ops.backend import interpreting
 from samu_lm.ops.common.launch import cdiv, launch
-from samu_lm.ops.rglru.kernel_backward import (
-    gradient_kernel,
-    projection_kernel,
-    reduce_kernel,
-    summary_kernel,
-)
+from samu_lm.ops.common.replay import Replays, Slot
+from samu_lm.ops.rglru.kernel_backward import gradient_kernel, projection_kernel, reduce_kernel, summary_kernel
 from samu_lm.ops.rglru.kernel_forward import forward_kernel
-from samu_lm.ops.rglru.kernel_plan import (
-    FUSED_CHANNELS,
-    OPTIONS,
-    Split,
-    Tiling,
-    multiprocessors,
-    projection_tile,
-    split_row,
-)
+from samu_lm.ops.rglru.kernel_plan import Problem
 
-OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-# Rows closer than this keep offsets within a tile in 32 bits.
-_MAX_STRIDE = 2**31 // 64 - 1
+_replays = Replays()
+# Pieces whose maps are loaded at a time.
+_MAPS = 8
+# Columns per program of the last sum.
+_COLUMNS = 512
 
 
-def row_major(x: Tensor) -> Tensor:
-    """x itself where its last dimension is dense and its rows close enough for 32-bit offsets within a tile."""
-    if x.stride(-1) == 1 and abs(x.stride(1)) <= _MAX_STRIDE:
-        return x
-    return x.contiguous()
+class Gates(NamedTuple):
+    """Weights ``[H, w, w]`` and biases ``[H, w]`` of both gates; or their logits ``[B, L, W]``, with no biases."""
+
+    input_gate: Tensor
+    input_bias: Tensor | None
+    a_gate: Tensor
+    a_bias: Tensor | None
 
 
-@dataclass
-class Call:
-    """What every launch of one call shares."""
-
-    x: Tensor
-    tiling: Tiling
-    blocks: int
-    from_logits: bool
-    has_first: bool
-    has_state: bool
-
-    def split(self, kernel: str) -> Split:
-        """Segments for the kernel of that name in ``OPTIONS``."""
-        programs = OPTIONS[kernel].resident * multiprocessors(self.x.device.index)
-        return split_row(self.x.shape[1], self.tiling.T, self.programs(1), programs)
-
-    def programs(self, segments: int) -> int:
-        """Programs that run that many segments of every row and channel block."""
-        return self.x.shape[0] * self.blocks * self.tiling.slices * segments
-
-    def sizes(self) -> tuple[int, int, int, int, int, int]:
-        batch, length, width = self.x.shape
-        return batch, length, width, self.blocks, self.x.stride(0), self.x.stride(1)
-
-    def constants(self, kernel: str) -> dict[str, Any]:
-        """Compile-time arguments of the kernel of that name in ``OPTIONS``."""
-        options = OPTIONS[kernel].arguments()
-        if self.x.dtype == torch.float32 or self.from_logits:
-            options["PICK"] = False
-        return (
-            self.tiling.constants()
-            | options
-            | {
-                "FROM_LOGITS": self.from_logits,
-                "HAS_FIRST": self.has_first,
-                "HAS_STATE": self.has_state,
-                "OPERAND": tl.float32 if interpreting() else OPERANDS[self.x.dtype],
-            }
-        )
+def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
 
 
-# Gates of a call: (input weight, input bias, a weight, a bias), or logits (input, None, a, None).
-Gates = tuple[Tensor, Optional[Tensor], Tensor, Optional[Tensor]]  # noqa: UP045
+def _float32(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
-def _pointers(gates: Gates, from_logits: bool) -> tuple[Tensor, ...]:
-    """(input logits, a logits, input weight, input bias, a weight, a bias), a dummy where a kernel reads none."""
-    input_gate, input_bias, a_gate, a_bias = gates
-    if from_logits:
-        return input_gate, a_gate, input_gate, input_gate, a_gate, a_gate
-    assert input_bias is not None and a_bias is not None
-    return input_gate, a_gate, input_gate, input_bias, a_gate, a_bias
+def _gate_arguments(problem: Problem, x: Slot, gates: list[Slot | None]) -> list[Slot]:
+    """(input logits, a logits, input weight, input bias, a weight, a bias); x stands for what a kernel reads not."""
+    wi, bi, wa, ba = [x if slot is None else slot for slot in gates]
+    return [wi, wa, x, x, x, x] if problem.from_logits else [x, x, wi, bi, wa, ba]
 
 
 def forward(
-    call: Call, gates: Gates, a_param: Tensor, first: Tensor | None, initial_state: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    x = call.x
-    batch, length, width = x.shape
-    split = call.split("forward")
-    y = torch.empty((batch, length, width), dtype=x.dtype, device=x.device)
-    final_state = x.new_empty((batch, width), dtype=torch.float32)
-    saved = x.new_empty((split.tiles, batch, width), dtype=torch.float32)
-    summaries = x.new_empty((2, split.segments, batch, width), dtype=torch.float32)
-    pointers = (x, *_pointers(gates, call.from_logits), a_param, x if first is None else first)
-    state = a_param if initial_state is None else initial_state
-    results = (summaries[0], summaries[1], y, saved, final_state)
-    numbers = (*call.sizes(), split.tiles, split.tiles_per_segment, split.segments)
-    common = {"J": 8, "SAVE": True}
-    if split.segments > 1:
-        programs = call.programs(split.segments - 1)
-        constants = call.constants("forward_summary")
-        launch(forward_kernel, programs, *pointers, state, *results, *numbers, SUMMARY=True, **common, **constants)
-    constants = call.constants("forward")
-    programs = call.programs(split.segments)
-    launch(forward_kernel, programs, *pointers, state, *results, *numbers, SUMMARY=False, **common, **constants)
+    problem: Problem, x: Tensor, gates: Gates, a_param: Tensor, first: Tensor | None, initial_state: Tensor | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, the final state, and the state before every tile (empty without ``save``)."""
+    batch, _, width = problem.shape
+    split = problem.forward
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    final_state = _float32(x, batch, width)
+    saved = _float32(x, split.tiles if save else 0, batch, width)
+    half = split.pieces * batch * width if split.segments > 1 else 0
+    maps = _float32(x, 2 * half)
+
+    def build(slots: list[Any]) -> None:
+        x, *gates, a_param, first, state, y, final_state, saved, maps = slots
+        inputs = (x, *_gate_arguments(problem, x, gates), a_param, first or x, state or x)
+        numbers = (maps, maps.at(half), y, saved, final_state, *problem.sizes, *split.numbers())
+        common = {"J": _MAPS, "SAVE": save}
+        if split.segments > 1:
+            pieces = (split.segments - 1) * split.pieces_per_segment
+            constants = problem.constants("forward_summary") | common
+            launch(forward_kernel, problem.programs(pieces), *inputs, *numbers, SUMMARY=True, **constants)
+        constants = problem.constants("forward") | common
+        launch(forward_kernel, problem.programs(split.segments), *inputs, *numbers, SUMMARY=False, **constants)
+
+    tensors = [*_dense(x, *gates, a_param, first, initial_state), y, final_state, saved, maps]
+    _replays.run((problem, "forward", save), tensors, build)
     return y, final_state, saved
 
 
-def backward(
-    call: Call,
-    gates: Gates,
-    a_param: Tensor,
-    first: Tensor | None,
-    saved: Tensor,
-    grad_y: Tensor,
-    grad_final: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """grad_x, parameter gradients as one float32 vector, grad of the initial state, and of the logits where kept."""
-    x, tiling = call.x, call.tiling
-    batch, length, width = x.shape
-    blocks, w = call.blocks, tiling.w
-    fused = w <= FUSED_CHANNELS["gradient"] and not call.from_logits
-    split = call.split("gradient")
-    grad_y = row_major(grad_y)
-    grad_x = torch.empty((batch, length, width), dtype=x.dtype, device=x.device)
-    grad_initial = x.new_empty((batch, width), dtype=torch.float32)
-    summaries = x.new_empty((2, split.segments, batch, width), dtype=torch.float32)
-    grad_li, grad_la = (None, None) if fused else (torch.empty_like(grad_x), torch.empty_like(grad_x))
-    weight_count = 0 if call.from_logits else 2 * blocks * w * w
-    vector_parts = weight_parts = split.segments * batch
-    if not fused:
-        tile = projection_tile(w)
-        wanted = OPTIONS["projection"].resident * multiprocessors(x.device.index)
-        runs = split_row(length, tile["T"], batch * blocks * tile["pieces"], wanted)
-        weight_parts = batch * runs.segments
-    partial_weights = x.new_empty((weight_parts, weight_count), dtype=torch.float32)
-    partial_vectors = x.new_empty((vector_parts, 3 * width), dtype=torch.float32)
-    total = x.new_empty(weight_count + 3 * width, dtype=torch.float32)
+class Gradients(NamedTuple):
+    """What ``backward`` returns: ``parameters`` is one float32 vector, in the order of ``parameter_sizes``."""
 
-    input_logits, a_logits, *linear = _pointers(gates, call.from_logits)
-    marks = x if first is None else first
-    strides = (grad_y.stride(0), grad_y.stride(1))
-    numbers = (*call.sizes(), *strides, split.tiles, split.tiles_per_segment, split.segments)
-    if split.segments > 1:
+    x: Tensor
+    parameters: Tensor
+    initial_state: Tensor
+    input_logits: Tensor | None
+    a_logits: Tensor | None
+
+
+def parameter_sizes(problem: Problem) -> list[int]:
+    """Sizes of the parts of ``Gradients.parameters``: both weights (if any), both biases, a_param."""
+    weights = [problem.weights // 2] * 2 if problem.weights else []
+    return [*weights, *[problem.shape[2]] * 3]
+
+
+def backward(
+    problem: Problem, x: Tensor, gates: Gates, a_param: Tensor, first: Tensor | None, saved: Tensor, grad_y: Tensor,
+    grad_final: Tensor | None,
+) -> Gradients:  # fmt: skip
+    """Every gradient; those of the logits where the problem has logits."""
+    batch, length, width = problem.shape
+    split = problem.backward
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grad_li, grad_la = (None, None) if problem.fused else (torch.empty_like(grad_x), torch.empty_like(grad_x))
+    total, grad_initial = _float32(x, problem.weights + problem.vectors), _float32(x, batch, width)
+    half = split.pieces * batch * width if split.segments > 1 else 0
+    at_weights = 2 * half
+    at_vectors = at_weights + problem.weight_parts * problem.weights
+    scratch = _float32(x, at_vectors + problem.vector_parts * problem.vectors)
+
+    def build(slots: list[Any]) -> None:
+        x, *gates, a_param, first, saved, grad_y, grad_final, grad_x, grad_li, grad_la, total, grad_initial, scratch = (
+            slots
+        )
+        logits_and_gates = _gate_arguments(problem, x, gates)
+        marks, maps, weights, vectors = first or x, scratch.at(0), scratch.at(at_weights), scratch.at(at_vectors)
+        numbers = (*problem.sizes, *split.numbers())
+        if split.segments > 1:
+            pieces = split.pieces - split.pieces_per_segment
+            _, a_logits, _, _, a_weight, a_bias = logits_and_gates
+            launch(
+                summary_kernel, problem.programs(pieces), x, a_logits, a_weight, a_bias, a_param, marks, grad_y, maps,
+                maps.at(half), *numbers, **problem.constants("summary"),
+            )  # fmt: skip
         launch(
-            summary_kernel, call.programs(split.segments - 1),
-            x, a_logits, linear[2], linear[3], a_param, marks, grad_y, summaries[0], summaries[1], *numbers,
-            **call.constants("summary"),
+            gradient_kernel, problem.programs(split.segments), x, *logits_and_gates, a_param, marks, saved, grad_y,
+            grad_final or x, maps, maps.at(half), grad_x, grad_li or x, grad_la or x, weights, vectors, grad_initial,
+            *numbers, HAS_GRAD_FINAL=grad_final is not None, FUSED=problem.fused, J=_MAPS,
+            **problem.constants("gradient"),
         )  # fmt: skip
-    constants = call.constants("gradient")
-    launch(
-        gradient_kernel, call.programs(split.segments),
-        x, input_logits, a_logits, *linear, a_param, marks, saved, grad_y,
-        a_param if grad_final is None else grad_final, summaries[0], summaries[1], grad_x,
-        grad_x if grad_li is None else grad_li, grad_x if grad_la is None else grad_la, partial_weights,
-        partial_vectors, grad_initial, *numbers,
-        HAS_GRAD_FINAL=grad_final is not None, FUSED=fused, J=8, **constants,
-    )  # fmt: skip
-    if not fused and not call.from_logits:
+        if problem.weights and not problem.fused:
+            runs, tile = problem.runs, problem.projection
+            tokens = runs.tiles_per_piece * runs.pieces_per_segment * tile["T"]
+            launch(
+                projection_kernel, batch * runs.segments * problem.blocks * tile["pieces"], x, grad_li, grad_la,
+                gates[0], gates[2], grad_x, weights, length, width, problem.blocks, runs.segments, tokens,
+                OPERAND=problem.operand, num_warps=8, **tile,
+            )  # fmt: skip
         launch(
-            projection_kernel, weight_parts * blocks * tile["pieces"],
-            x, grad_li, grad_la, linear[0], linear[2], grad_x, partial_weights, length, width, blocks, x.stride(0),
-            x.stride(1), runs.segments, runs.tiles_per_segment * tile["T"],
-            w=w, OPERAND=constants["OPERAND"], num_warps=8, **tile,
+            reduce_kernel, cdiv(problem.weights, _COLUMNS) + cdiv(problem.vectors, _COLUMNS), weights, vectors, total,
+            problem.weights, problem.vectors, problem.weight_parts, problem.vector_parts, N=_COLUMNS,
         )  # fmt: skip
-    launch(
-        reduce_kernel, cdiv(weight_count, 512) + cdiv(3 * width, 512),
-        partial_weights, partial_vectors, total, weight_count, 3 * width, weight_parts, vector_parts, N=512,
-    )  # fmt: skip
-    return grad_x, total, grad_initial, grad_li, grad_la
+
+    inputs = _dense(x, *gates, a_param, first, saved, grad_y, grad_final)
+    tensors = [*inputs, grad_x, grad_li, grad_la, total, grad_initial, scratch]
+    _replays.run((problem, "backward", grad_final is None), tensors, build)
+    return Gradients(grad_x, total, grad_initial, grad_li, grad_la)

@@ -8,15 +8,23 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from samu_lm.ops.backend import interpreting
 from samu_lm.ops.common.launch import cdiv, next_power_of_two
 
+OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 # Channels per program where the logits come from memory.
 LOGITS_CHANNELS = 64
 # Widest gate block that the fused path takes, by activation type. Full float32 products do not run on the tensor cores
 # and a tile of them does not fit the registers, so wider float32 blocks are projected first, by the BLAS.
 WIDEST_BLOCK = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 32}
+# Tokens of a tile: more would keep more numbers per thread than it has registers.
+TILE_TOKENS = {"mixer": 32, "logits": 64}
+# Tiles of a piece, about: enough to pay for a program's start, few enough to spread the summaries evenly.
+PIECE_TILES = {"all": 16}
+# Widest gate block whose weight gradients a program keeps in registers while it walks its segment.
+FUSED_CHANNELS = {"gradient": 64}
 
 
 def fits(width_per_block: int, dtype: torch.dtype) -> bool:
@@ -30,7 +38,7 @@ class Options:
 
     Attributes:
         resident: programs that a multiprocessor is planned to hold; a row is cut into segments accordingly.
-        stages: depth of the loads' pipeline.
+        stages: depth of the loads' pipeline. Triton starts a load at the end of a step, so 2 hides nothing.
         pick: take x out of the tensor cores (a product with a 0/1 matrix) rather than out of shared memory.
         registers: most registers a thread may use, None for the compiler's choice.
     """
@@ -47,18 +55,12 @@ class Options:
 
 
 OPTIONS = {
-    "forward_summary": Options(resident=3),
-    "forward": Options(resident=3),
-    "summary": Options(resident=2),
+    "forward_summary": Options(registers=168),
+    "forward": Options(resident=3, registers=168),
+    "summary": Options(),
     "gradient": Options(resident=2),
     "projection": Options(resident=1),
 }
-
-
-# Tokens of a tile: more would keep more numbers per thread than it has registers.
-TILE_TOKENS = {"mixer": 32, "logits": 64}
-# Widest gate block whose weight gradients a program keeps in registers while it walks its segment.
-FUSED_CHANNELS = {"gradient": 64}
 
 
 @dataclass(frozen=True)
@@ -73,35 +75,54 @@ class Tiling:
     E: int
     K1: int
     K2: int
-    warps: int
-
-    def constants(self) -> dict[str, int]:
-        """The kernels' compile-time arguments."""
-        names = ("w", "slices", "M", "T", "Q", "E", "K1", "K2")
-        return {name: getattr(self, name) for name in names} | {"num_warps": self.warps}
 
 
-@lru_cache
 def mixer_tiling(w: int) -> Tiling:
     """Tile for gate blocks of w channels: the whole block up to 64 channels, slices of 64 beyond."""
     whole = max(16, next_power_of_two(w))
     m, k1 = min(whole, 64), min(whole, 128)
     k2 = 0 if w <= k1 else max(16, next_power_of_two(w - k1))
-    return Tiling(w, cdiv(w, m), m, TILE_TOKENS["mixer"], 4 * (64 // m), 2, k1, k2, 4)
+    return Tiling(w, cdiv(w, m), m, TILE_TOKENS["mixer"], 4, 2, k1, k2)
 
 
-@lru_cache
 def logits_tiling() -> Tiling:
     """Tile where the logits come from memory: loads put rows of tokens across 16 groups of threads."""
-    return Tiling(LOGITS_CHANNELS, 1, LOGITS_CHANNELS, TILE_TOKENS["logits"], 16, 1, 16, 0, 4)
+    return Tiling(LOGITS_CHANNELS, 1, LOGITS_CHANNELS, TILE_TOKENS["logits"], 16, 1, 16, 0)
 
 
-@lru_cache
 def projection_tile(w: int) -> dict[str, int]:
     """Tile of ``projection_kernel``: at most 64 input channels a program; two stages where three do not fit."""
     n = max(16, next_power_of_two(w))
     m = min(n, 64)
-    return {"pieces": cdiv(w, m), "M": m, "N": n, "T": 64, "STAGES": 3 if n <= 128 else 2}
+    return {"w": w, "pieces": cdiv(w, m), "M": m, "N": n, "T": 64, "STAGES": 3 if n <= 128 else 2}
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a row falls into segments of pieces of tiles; a program owns a segment, or a piece in a summary."""
+
+    tiles: int
+    tiles_per_piece: int
+    pieces_per_segment: int
+    segments: int
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the row."""
+        return cdiv(self.tiles, self.tiles_per_piece)
+
+    def numbers(self) -> tuple[int, int, int]:
+        """As the kernels take them."""
+        return self.tiles_per_piece, self.pieces_per_segment, self.segments
+
+
+def split_row(length: int, tile_tokens: int, columns: int, programs: int) -> Split:
+    """Segments such that ``columns`` channel blocks (of all rows) times segments come close to ``programs``."""
+    tiles = cdiv(length, tile_tokens)
+    per_segment = cdiv(tiles, max(1, min(tiles, programs // max(1, columns))))
+    pieces = max(1, per_segment // PIECE_TILES["all"])
+    per_piece = cdiv(per_segment, pieces)
+    return Split(tiles, per_piece, pieces, cdiv(tiles, per_piece * pieces))
 
 
 @lru_cache
@@ -112,17 +133,71 @@ def multiprocessors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-@dataclass(frozen=True)
-class Split:
-    """How a row's tiles fall into segments, one program each per row and channel block."""
+class Problem:
+    """One problem's sizes and everything that follows from them; equal problems are the same object.
 
-    tiles: int
-    tiles_per_segment: int
-    segments: int
+    Attributes:
+        shape: (B, L, W).
+        blocks: H, or the slices of ``LOGITS_CHANNELS`` channels where the logits come from memory.
+        fused: the gradient kernel keeps the weights' gradients in registers.
+        forward, backward: how the passes cut a row.
+    """
+
+    def __init__(
+        self, shape: tuple[int, int, int], w: int, dtype: torch.dtype, first: bool, state: bool, device: int | None
+    ) -> None:
+        batch, length, width = self.shape = shape
+        self.from_logits = w == 0
+        self.tiling = logits_tiling() if self.from_logits else mixer_tiling(w)
+        self.w = self.tiling.w
+        self.blocks = cdiv(width, self.w)
+        self.dtype, self.processors = dtype, multiprocessors(device)
+        self.fused = not self.from_logits and w <= FUSED_CHANNELS["gradient"]
+        self.weights = 0 if self.from_logits else 2 * self.blocks * w * w
+        self.vectors = 3 * width
+        self.sizes = (batch, length, width, self.blocks)
+        self._flags = {"FROM_LOGITS": self.from_logits, "HAS_FIRST": first, "HAS_STATE": state}
+        self.operand = tl.float32 if interpreting() else OPERANDS[dtype]
+        self.forward, self.backward = (self._split(name) for name in ("forward", "gradient"))
+        self.projection = projection_tile(self.w)
+        columns = batch * self.blocks * self.projection["pieces"]
+        wanted = OPTIONS["projection"].resident * self.processors
+        self.runs = split_row(length, self.projection["T"], columns, wanted)
+
+    def _split(self, kernel: str) -> Split:
+        columns = self.programs(1)
+        return split_row(self.shape[1], self.tiling.T, columns, OPTIONS[kernel].resident * self.processors)
+
+    def programs(self, spans: int) -> int:
+        """Programs that run that many segments or pieces of every row and channel block."""
+        return self.shape[0] * self.blocks * self.tiling.slices * spans
+
+    def constants(self, kernel: str) -> dict[str, Any]:
+        """Compile-time arguments of the kernel of that name in ``OPTIONS``."""
+        options = OPTIONS[kernel].arguments()
+        if self.dtype == torch.float32 or self.from_logits:
+            options["PICK"] = False
+        return vars(self.tiling) | options | self._flags | {"OPERAND": self.operand, "num_warps": 4}
+
+    @property
+    def weight_parts(self) -> int:
+        """Partial sums per weight gradient."""
+        return self.vector_parts if self.fused else self.shape[0] * self.runs.segments
+
+    @property
+    def vector_parts(self) -> int:
+        """Partial sums per gradient of a bias or a_param."""
+        return self.shape[0] * self.backward.segments
 
 
-def split_row(length: int, tile_tokens: int, columns: int, programs: int) -> Split:
-    """Segments such that ``columns`` channel blocks (of all rows) times segments come close to ``programs``."""
-    tiles = cdiv(length, tile_tokens)
-    per_segment = cdiv(tiles, max(1, min(tiles, programs // max(1, columns))))
-    return Split(tiles, per_segment, cdiv(tiles, per_segment))
+@lru_cache(maxsize=512)
+def problem_for(
+    shape: tuple[int, int, int], w: int, dtype: torch.dtype, first: bool, state: bool, device: int | None
+) -> Problem:
+    """The problem of these sizes; w is 0 where the logits come from memory."""
+    return Problem(shape, w, dtype, first, state, device)
+
+
+def clear_plans() -> None:
+    """Forgets every problem, after a change of the tables above."""
+    problem_for.cache_clear()

@@ -88,7 +88,7 @@ def transition(r, rate):
     """a = exp(rate r) and 1 - a, each to float32 rounding however close a is to 1."""
     s = r * -rate
     series = s * (1.0 + s * (-1 / 2 + s * (1 / 6 + s * (-1 / 24 + s * (1 / 120)))))
-    left = tl.where(s < SERIES_BELOW, series, 1.0 - tl.exp2(r * (rate * LOG2E)))
+    left = tl.where(s < SERIES_BELOW, series, 1.0 - tl.exp2(s * -LOG2E))
     return 1.0 - left, left
 
 
@@ -98,6 +98,14 @@ def advance(a, v, h, CUT: tl.constexpr):
     if CUT:
         return tl.where(a == 0.0, v, a * h + v)
     return a * h + v
+
+
+@triton.jit
+def through(a0, a1, CUT: tl.constexpr):
+    """a0 a1; under CUT exactly 0 as soon as one is, even if the other is no number: nothing passes a first token."""
+    if CUT:
+        return tl.where((a0 == 0.0) | (a1 == 0.0), 0.0, a0 * a1)
+    return a0 * a1
 
 
 @triton.jit
@@ -127,7 +135,7 @@ def scan_groups(
             inside = (q >= distance)[None, :]
         index = tl.broadcast_to(source[None, :], [M, Q])
         v = tl.where(inside, advance(a, v, tl.gather(v, index, 1), CUT), v)
-        a = tl.where(inside, a * tl.gather(a, index, 1), a)
+        a = tl.where(inside, through(a, tl.gather(a, index, 1), CUT), a)
         return scan_groups(a, v, distance * 2, REVERSE, CUT, M, Q)
     else:
         return a, v
@@ -160,7 +168,7 @@ def reduce_tile(a, v, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.constexpr,
             v = advance(a0, v0, v1, CUT)
         else:
             v = advance(a1, v1, v0, CUT)
-        return reduce_tile(a1 * a0, v, REVERSE, CUT, M, Q, K // 2)
+        return reduce_tile(through(a0, a1, CUT), v, REVERSE, CUT, M, Q, K // 2)
 
 
 @triton.jit
@@ -172,7 +180,7 @@ def states_before(a, v, carry, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constex
     else:
         a0, a1 = halves(a, M, Q, K)
         v0, v1 = halves(v, M, Q, K)
-        even, carry = states_before(a1 * a0, advance(a1, v1, v0, CUT), carry, CUT, M, Q, K // 2)
+        even, carry = states_before(through(a0, a1, CUT), advance(a1, v1, v0, CUT), carry, CUT, M, Q, K // 2)
         return tl.reshape(tl.join(even, advance(a0, v0, even, CUT)), [M, Q, K]), carry
 
 
@@ -185,7 +193,7 @@ def states(a, v, carry, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: 
     else:
         a0, a1 = halves(a, M, Q, K)
         v0, v1 = halves(v, M, Q, K)
-        before, carry = states_before(a1 * a0, advance(a1, v1, v0, CUT), carry, CUT, M, Q, K // 2)
+        before, carry = states_before(through(a0, a1, CUT), advance(a1, v1, v0, CUT), carry, CUT, M, Q, K // 2)
         even = advance(a0, v0, before, CUT)
         return tl.reshape(tl.join(even, advance(a1, v1, even, CUT)), [M, Q, K]), carry
 
@@ -207,7 +215,7 @@ def both_before(a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constex
         v0, v1 = halves(v, M, Q, K)
         u0, u1 = halves(u, M, Q, K)
         before, behind, g = both_before(
-            a1 * a0, advance(a1, v1, v0, CUT), advance(a0, u0, u1, CUT), h, g, CUT, M, Q, K // 2
+            through(a0, a1, CUT), advance(a1, v1, v0, CUT), advance(a0, u0, u1, CUT), h, g, CUT, M, Q, K // 2
         )
         before = tl.reshape(tl.join(before, advance(a0, v0, before, CUT)), [M, Q, K])
         behind = tl.reshape(tl.join(advance(a1, u1, behind, CUT), behind), [M, Q, K])
@@ -223,34 +231,42 @@ def moved(a, h, CUT: tl.constexpr):
 
 
 @triton.jit
-def moved_states_and_adjoints(a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
-    """a times the state before every token, the adjoint that reaches it from behind, and the adjoint before the tile.
+def moved_states_and_adjoints(a, v, dy, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
+    """Both recurrences of a tile: h_t = a_t h_{t-1} + v_t, and backwards g_t = dy_t + a_{t+1} g_{t+1}.
 
-    Arguments as in ``both_before``; K is at least 2.
+    Args:
+        a, v, dy, u: ``[M, Q, K]``, K at least 2; u is a dy, 0 where a is.
+        h: ``[M]``, the state before the tile.
+        g: ``[M]``, what reaches its last token from behind.
+
+    Returns:
+        a_t h_{t-1} and g_t of every token, and a_t g_t of the first.
     """
     a0, a1 = halves(a, M, Q, K)
     v0, v1 = halves(v, M, Q, K)
+    dy0, dy1 = halves(dy, M, Q, K)
     u0, u1 = halves(u, M, Q, K)
     before, behind, g = both_before(
-        a1 * a0, advance(a1, v1, v0, CUT), advance(a0, u0, u1, CUT), h, g, CUT, M, Q, K // 2
+        through(a0, a1, CUT), advance(a1, v1, v0, CUT), advance(a0, u0, u1, CUT), h, g, CUT, M, Q, K // 2
     )
     even = moved(a0, before, CUT)
     odd = moved(a1, even + v0, CUT)
-    behind = tl.reshape(tl.join(advance(a1, u1, behind, CUT), behind), [M, Q, K])
-    return tl.reshape(tl.join(even, odd), [M, Q, K]), behind, g
+    g1 = dy1 + behind
+    g0 = dy0 + moved(a1, g1, CUT)
+    return tl.reshape(tl.join(even, odd), [M, Q, K]), tl.reshape(tl.join(g0, g1), [M, Q, K]), g
 
 
 @triton.jit
-def fold_segments(carry, a_ptr, v_ptr, start, step, count, B, W, offset, mask, CUT: tl.constexpr, J: tl.constexpr):
-    """Carries ``[M]`` through ``count`` segments' maps ``[segments, B, W]``, in order start, start + step, ...
+def fold_pieces(carry, a_ptr, v_ptr, start, step, count, B, W, column, tch, mask, CUT: tl.constexpr, J: tl.constexpr):
+    """Carries ``[M]`` through ``count`` pieces' maps ``[pieces, B, W]``, in order start, start + step, ...
 
     ``start`` is int64. J maps are loaded at a time, so that their latencies overlap.
     """
     for at in range(0, count, J):
         for j in tl.static_range(J):
             inside = mask & (at + j < count)
-            where = (start + step * (at + j)) * B * W + offset
-            a = tl.load(a_ptr + where, mask=inside, other=1.0)
-            v = tl.load(v_ptr + where, mask=inside, other=0.0)
+            where = (start + step * (at + j)) * B * W + column
+            a = tl.load(a_ptr + where + tch, mask=inside, other=1.0)
+            v = tl.load(v_ptr + where + tch, mask=inside, other=0.0)
             carry = advance(a, v, carry, CUT)
     return carry

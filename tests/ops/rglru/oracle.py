@@ -32,9 +32,7 @@ def rglru_loop(
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y ``[B, L, W]`` and final state ``[B, W]``, float64; differentiable by autograd."""
-    x, input_gate_logits, a_gate_logits, a_param = (
-        t.double() for t in (x, input_gate_logits, a_gate_logits, a_param)
-    )
+    x, input_gate_logits, a_gate_logits, a_param = (t.double() for t in (x, input_gate_logits, a_gate_logits, a_param))
     h = None if initial_state is None else initial_state.double()
     outputs = []
     for t in range(x.shape[1]):
@@ -48,3 +46,26 @@ def rglru_loop(
         outputs.append(h)
     assert h is not None
     return torch.stack(outputs, 1), h
+
+
+def block_diagonal(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``x_block @ weight[h] + bias[h]`` in float64."""
+    blocks, w, _ = weight.shape
+    split = x.double().view(*x.shape[:2], blocks, w)
+    return (torch.einsum("blhk,hkn->blhn", split, weight.double()) + bias.double()).reshape(x.shape)
+
+
+def rglru_mixer_loop(
+    x: Tensor,
+    input_gate_weight: Tensor,
+    input_gate_bias: Tensor,
+    a_gate_weight: Tensor,
+    a_gate_bias: Tensor,
+    a_param: Tensor,
+    reset: Tensor | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The loop with its gates' projections, float64."""
+    input_logits = block_diagonal(x, input_gate_weight, input_gate_bias)
+    a_logits = block_diagonal(x, a_gate_weight, a_gate_bias)
+    return rglru_loop(x, input_logits, a_logits, a_param, reset, initial_state)
