@@ -161,7 +161,7 @@ class TensorBoardLogger(loggers.TensorBoardLogger):
         _require("tensorboard")
         purge_step = None if resumed is None else resumed.step + 1
         folder = str(Path(run_dir).absolute() / folder)
-        super().__init__(save_dir=folder, name="", version="", purge_step=purge_step)
+        super().__init__(save_dir=folder, name="", version="", default_hp_metric=False, purge_step=purge_step)
 
 
 class WandbLogger(loggers.WandbLogger):

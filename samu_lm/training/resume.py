@@ -19,6 +19,7 @@ from torch import nn
 
 from samu_lm.checkpoint import read_checkpoint
 from samu_lm.config import config_dir
+from samu_lm.data.files import launch_path
 from samu_lm.errors import ConfigError
 
 # Groups and keys that give the weights or the place in the data their meaning ...
@@ -46,7 +47,7 @@ def find_checkpoint(resume: str, run_dir: Path) -> tuple[Path, dict[str, Any]]:
         ConfigError: there is none, or it cannot be read.
     """
     if resume != "last":
-        path = Path(resume).expanduser().absolute()
+        path = launch_path(resume)
         return path, read_checkpoint(path, "resume")
     folder = run_dir / "checkpoints"
     # best.ckpt and last.ckpt may hold the same step; last.ckpt, which sorts behind, is then taken.

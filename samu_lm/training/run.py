@@ -19,6 +19,7 @@ import lightning.pytorch as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
+from hydra.types import RunMode
 from hydra.utils import get_object, instantiate
 from lightning.pytorch.callbacks import Callback, Checkpoint
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -28,9 +29,9 @@ from torch import nn
 from samu_lm.config import signature_of
 from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
 from samu_lm.data.files import launch_path
-from samu_lm.entry import job_errors
+from samu_lm.entry import job_errors, one_line
 from samu_lm.errors import ConfigError, SamuLMError
-from samu_lm.training.callbacks import BestCheckpoint, StopOnSignal
+from samu_lm.training.callbacks import BestCheckpoint, GracefulStop, StopOnSignal
 from samu_lm.training.checkpoint_io import AtomicCheckpointIO
 from samu_lm.training.checks import check, check_writable, refuse_overwriting
 from samu_lm.training.curve import draw_curve
@@ -82,8 +83,15 @@ def train(cfg: DictConfig) -> float | None:
     hydra = HydraConfig.get()
     quieten()
     overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    with job_errors():
-        results = run(cfg, Path(hydra.runtime.output_dir), overrides)  # type: ignore[arg-type]
+    run_dir = Path(hydra.runtime.output_dir)
+    try:
+        with job_errors():
+            results = run(cfg, run_dir, overrides)  # type: ignore[arg-type]
+    except BaseException as error:
+        if hydra.mode == RunMode.MULTIRUN:  # for the sweep's table
+            status = "stopped" if isinstance(error, GracefulStop) else "failed"
+            write_json(run_dir / "results.json", {"status": status, "error": one_line(error)})
+        raise
     loss = results.get("val/loss")
     return None if loss is None else float(loss)
 
@@ -272,6 +280,8 @@ def fit(plan: Plan, module: TrainingModule) -> None:
     """Trains; where the run goes on from a checkpoint, from there."""
     if plan.checkpoint is not None:
         log.info("resuming from %s at step %d", plan.checkpoint, plan.step)
+    for logger in plan.trainer.loggers:
+        logger.log_hyperparams(plan.config())
     plan.trainer.fit(module, datamodule=plan.data, ckpt_path=plan.checkpoint, weights_only=True)
 
 

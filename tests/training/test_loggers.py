@@ -85,7 +85,7 @@ class TestWandb:
         from wandb.proto import wandb_internal_pb2
 
         found: list[dict[str, Any]] = []
-        for path in sorted(run_dir.glob("logs/wandb/offline-run-*/*.wandb")):
+        for path in sorted(run_dir.glob("logs/wandb/offline-run-*/*.wandb"), key=lambda file: file.parent.name):
             for data in self.records(path):
                 record = wandb_internal_pb2.Record()
                 record.ParseFromString(data)

@@ -164,6 +164,19 @@ def test_batch_size_may_change(tmp_path: Path) -> None:
     assert done.trainer.current_epoch == 2
 
 
+def test_a_changed_learning_rate_holds_from_the_first_resumed_step(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path, documents=5)
+    train_tiny(tiny_config(corpus, "schedule.total_steps=9", "optimizer.lr=1e-3"), tmp_path / "run")
+    changed = ["optimizer.lr=5e-4", "optimizer.weight_decay=0.5", "trainer.max_steps=8", "resume=last"]
+    done = train_tiny(tiny_config(corpus, *changed), tmp_path / "run", overrides=changed)
+    rates = [float(row["lr"]) for row in read_rows(tmp_path / "run" / "logs" / "metrics.csv") if row["lr"]]
+    schedule = done.plan.schedule
+    assert schedule.total_steps == 9  # the checkpoint's
+    expected = [(1e-3 if step < 6 else 5e-4) * schedule.factor(step, 9) for step in range(8)]
+    assert rates == pytest.approx(expected, rel=1e-12)
+    assert [group["weight_decay"] for group in done.trainer.optimizers[0].param_groups] == [0.5, 0.0]
+
+
 class TestErrors:
     def test_missing_file(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"^resume=.*missing\.ckpt: no such file"):

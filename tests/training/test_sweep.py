@@ -86,6 +86,7 @@ def test_a_signal_stops_the_whole_sweep(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run_module, "fit", fit)
     assert sweep(monkeypatch, tmp_path, "seed=1,2,3") == 130
     assert [p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()] == ["0"]
+    assert [row["status"] for row in table(tmp_path)] == ["stopped"]
 
 
 def test_table_cells(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class RandomState(Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        states = checkpoint["rng"]
+        states = checkpoint.get("rng", [])  # none where the earlier part ran without this callback
         self._loaded = states[trainer.global_rank] if trainer.global_rank < len(states) else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
