@@ -14,8 +14,6 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 
-torch.set_num_threads(max(1, min(2, os.cpu_count() or 1)))
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

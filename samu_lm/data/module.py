@@ -320,5 +320,9 @@ class LMDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> PackedLoader:
         """Validation batches of this rank: the held-out documents in the source's order, the same each time."""
-        plan = RowPlan.build(self.store.offsets, self._split("val"), self.seq_len)
-        return PackedLoader(plan=lambda epoch: plan, position=lambda: 0, **self._loader_options("val"))
+        return self.sequential_dataloader("val")
+
+    def sequential_dataloader(self, split: str) -> PackedLoader:
+        """Batches of a split as it stands: documents in the source's order, end to end, rows as they come."""
+        plan = RowPlan.build(self.store.offsets, self._split(split), self.seq_len)
+        return PackedLoader(plan=lambda epoch: plan, position=lambda: 0, **self._loader_options(split))

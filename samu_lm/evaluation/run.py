@@ -96,7 +96,7 @@ def _measure(
     """Losses over the rows of a split: what the JSON says of them, and the table."""
     data.setup()
     totals = Totals(data.tokenizer.num_bytes(np.arange(data.tokenizer.vocab_size)))
-    batches = data.val_dataloader() if settings.split == "val" else data.train_dataloader()
+    batches = data.sequential_dataloader(settings.split)
     rows = data.size(settings.split).rows
     began = time.perf_counter()
     counts = accumulate(
