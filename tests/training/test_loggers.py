@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ class TestWandb:
             for step in range(200 + first, 200 + last):
                 logger.log_metrics({"train/loss": 1 / step}, step)
             logger.finalize("success" if last == 15 else "failed")
+            time.sleep(1.1)  # W&B names its folders by the second, and no run is resumed within one
         rows = self.history(tmp_path)
         assert [row["trainer/global_step"] for row in rows] == [*range(201, 213), *range(211, 215)]
         assert [row["_step"] for row in rows] == list(range(16))  # no row of the second part hides one of the first
