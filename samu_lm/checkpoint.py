@@ -33,7 +33,9 @@ def read_checkpoint(path: Path, key: str) -> dict[str, Any]:
     _check_file(path, key)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        raise ConfigError(key, path, "holds more than plain values; give a checkpoint that train.py wrote") from error
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise ConfigError(key, path, f"cannot be read as a checkpoint ({reason}); give a complete file") from error
     own = content.get("samu_lm") if isinstance(content, dict) else None
@@ -63,3 +65,10 @@ def _check_file(path: Path, key: str) -> None:
         raise ConfigError(key, path, "is not a checkpoint; give a file that train.py wrote")
     if not zipfile.is_zipfile(path):
         raise ConfigError(key, path, "is truncated: its end is missing; copy it again or give an earlier one")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # reads every byte: a memory-mapped load would take damaged weights in silence
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise ConfigError(key, path, f"is damaged ({error}); copy it again or give an earlier one") from error
+    if damaged is not None:
+        raise ConfigError(key, path, f"is damaged in {damaged}; copy it again or give an earlier one")

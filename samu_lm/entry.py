@@ -9,14 +9,17 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.experimental.callback import Callback as HydraCallback
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from samu_lm.config import config_dir
@@ -24,7 +27,7 @@ from samu_lm.errors import ConfigError, SamuLMError
 
 log = logging.getLogger(__name__)
 
-USAGE_STATUS, FAILURE_STATUS = 2, 1
+USAGE_STATUS, FAILURE_STATUS, INTERRUPTED_STATUS = 2, 1, 130
 
 
 def launch(main: Callable[[], Any], config_name: str = "train") -> None:
@@ -38,9 +41,14 @@ def launch(main: Callable[[], Any], config_name: str = "train") -> None:
         config_name: its primary config, to suggest keys from.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its own errors to us instead of printing them
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # lightning's own use of torch
     status = 0
     try:
+        _refuse_null_groups(sys.argv[1:])
         main()
+    except KeyboardInterrupt:
+        print("interrupted before the first step; nothing was saved", file=sys.stderr)
+        status = INTERRUPTED_STATUS
     except SamuLMError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         status = USAGE_STATUS
@@ -67,14 +75,56 @@ def job_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _log_traceback(error)
         sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        if sweep or not isinstance(error, SamuLMError):  # a refused run leaves its folder as it was
+            _log_traceback(error)
         if isinstance(error, SamuLMError) and not sweep:
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise SystemExit(USAGE_STATUS) from error
         if sweep:
             log.error("the job failed: %s", one_line(error))
         raise
+
+
+@contextlib.contextmanager
+def refused_in_one_line() -> Iterator[None]:
+    """For Hydra's callbacks, whose exceptions Hydra only warns of: ends the process on an error of the user's input."""
+    try:
+        yield
+    except SamuLMError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        raise SystemExit(USAGE_STATUS) from error
+
+
+def make_run_folder(folder: str, key: str = "hydra.run.dir") -> None:
+    """Makes the folder that Hydra is about to write to.
+
+    Raises:
+        ConfigError: it is empty, or cannot be made.
+    """
+    if not folder.strip():
+        raise ConfigError(key, folder, "is empty; give the folder of this run")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(key, folder, f"cannot be made ({error.strerror}); choose another folder") from error
+
+
+class RunFolder(HydraCallback):
+    """Checks a run's folder before Hydra writes there; ``hydra.callbacks`` of evaluations."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with refused_in_one_line():
+            make_run_folder(config.hydra.run.dir)
+
+
+def _refuse_null_groups(arguments: list[str]) -> None:
+    """Hydra takes no null for a group that has a choice; it says so without naming the group."""
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        if value == "null" and (config_dir() / name).is_dir() and name.isidentifier() and name != "experiment":
+            choices = ", ".join(sorted(path.stem for path in (config_dir() / name).glob("*.yaml")))
+            raise ConfigError(name, "null", f"choose one of {choices}")
 
 
 def one_line(error: BaseException) -> str:

@@ -77,7 +77,7 @@ ALLOWED = {
     "ops": {"ops", "errors"},
     "model": {"model", "ops", "errors"},
     "data": {"data", "errors"},
-    "training": {"training", "model", "data", "config", "errors", "entry", "checkpoint", "environment"},
+    "training": {"training", "ops", "model", "data", "config", "errors", "entry", "checkpoint", "environment"},
     "evaluation": {"evaluation", "model", "data", "config", "errors", "entry", "checkpoint", "environment"},
     "benchmarks": {"benchmarks", "ops", "model", "errors", "environment"},
 }

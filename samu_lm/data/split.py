@@ -32,10 +32,10 @@ def held_out_threshold(hashes: NDArray[np.uint64], fraction: float) -> int:
     distinct = np.unique(hashes)
     if len(distinct) < 2:
         remedy = (
-            f"cannot hold out a document of {len(hashes)}, all of the same text; both sides need one: add documents, "
-            "or cut a file into documents with data.separator"
+            f"needs two different documents, one to train on and one to hold out, and found {len(distinct)} in "
+            f"{len(hashes)}; add documents, or cut a text file into documents with data.separator"
         )
-        raise ConfigError("data.val_fraction", fraction, remedy)
+        raise ConfigError("data", f"({len(hashes)} documents)", remedy)
     return min(max(int(fraction * 2.0**64), int(distinct[0]) + 1), int(distinct[-1]))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from samu_lm.errors import ConfigError
 
 GROUPS = ("model", "data", "tokenizer", "optimizer", "schedule", "trainer", "callbacks", "logger")
 TOP_LEVEL: dict[str, None] = dict.fromkeys((*GROUPS, "seed", "compile", "resume"))
+PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16-true", "bf16")
 BUILT = GROUPS[:6]  # each is one object; the other two are sets of them
 
 
@@ -48,18 +50,37 @@ def _is_seed(value: Any) -> bool:
 
 def _check_trainer(trainer: DictConfig) -> None:
     """Refuses what Lightning would take, or would find only once it trains."""
-    clip = trainer.get("gradient_clip_val")
-    if clip is not None and not clip > 0:
-        raise ConfigError("trainer.gradient_clip_val", clip, "must be positive, or null for no clipping")
-    accumulate = trainer.get("accumulate_grad_batches", 1)
-    if accumulate < 1:
-        raise ConfigError("trainer.accumulate_grad_batches", accumulate, "must be at least 1")
-    precision = str(trainer.get("precision"))
-    if precision.startswith("16"):
-        raise ConfigError("trainer.precision", precision, "float16 overflows here; use bf16-mixed or 32-true")
-    steps = trainer.get("max_steps")
-    if steps is not None and steps < 1 and steps != -1:
-        raise ConfigError("trainer.max_steps", steps, "must be at least 1, or -1 with trainer.max_epochs")
+    for name, fits, remedy in _TRAINER_RULES:
+        value = trainer.get(name)
+        if value is not None and not fits(value):
+            raise ConfigError(f"trainer.{name}", value, remedy)
+    steps, epochs = trainer.get("max_steps"), trainer.get("max_epochs")
+    if steps in (None, -1) and epochs in (None, -1) and trainer.get("max_time") is None:
+        raise ConfigError("trainer.max_steps", steps, "a run needs an end; give it, or trainer.max_epochs")
+
+
+def _is_share_or_count(value: Any) -> bool:
+    return value >= 1 if isinstance(value, int) else 0 < value <= 1
+
+
+_SHARE = "must be a count of batches of at least 1, or a share of them above 0 and up to 1.0"
+# Key, what fits, and the remedy; null is left to Lightning.
+_TRAINER_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("gradient_clip_val", lambda v: v > 0, "must be positive, or null for no clipping"),
+    ("accumulate_grad_batches", lambda v: v >= 1, "must be at least 1"),
+    (
+        "precision",
+        lambda v: str(v) in PRECISIONS,
+        f"must be one of {', '.join(('32-true', 'bf16-mixed', 'bf16-true'))}",
+    ),
+    ("max_steps", lambda v: v >= 1 or v == -1, "must be at least 1, or -1 with trainer.max_epochs"),
+    ("max_epochs", lambda v: v >= 1 or v == -1, "must be at least 1, or null"),
+    ("val_check_interval", _is_share_or_count, _SHARE),
+    ("limit_val_batches", _is_share_or_count, _SHARE),
+    ("limit_train_batches", _is_share_or_count, _SHARE),
+    ("log_every_n_steps", lambda v: v >= 1, "must be at least 1"),
+    ("check_val_every_n_epoch", lambda v: v >= 1, "must be at least 1, or null to count batches over the epochs"),
+)
 
 
 def refuse_overwriting(run_dir: Path) -> None:

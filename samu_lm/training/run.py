@@ -31,6 +31,7 @@ from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
 from samu_lm.data.files import launch_path
 from samu_lm.entry import job_errors, one_line
 from samu_lm.errors import ConfigError, SamuLMError
+from samu_lm.ops.backend import interpreting
 from samu_lm.training.callbacks import BestCheckpoint, GracefulStop, StopOnSignal
 from samu_lm.training.checkpoint_io import AtomicCheckpointIO
 from samu_lm.training.checks import check, check_writable, refuse_overwriting
@@ -123,7 +124,10 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None = None) 
         ConfigError: before data is read, memory taken or a file of an existing run touched.
     """
     plan = make_plan(cfg, run_dir.absolute(), overrides)
-    if plan.checkpoint is not None and 0 <= plan.trainer.max_steps <= plan.step:
+    if plan.checkpoint is not None and 0 <= plan.trainer.max_steps < plan.step:
+        remedy = f"lies before the checkpoint's step {plan.step}; give a later end, or an earlier checkpoint"
+        raise ConfigError("trainer.max_steps", plan.trainer.max_steps, remedy)
+    if plan.checkpoint is not None and plan.trainer.max_steps == plan.step:
         log.info("nothing to do: %s is at step %d of %d", plan.checkpoint, plan.step, plan.trainer.max_steps)
         return {"status": "completed", "global_step": plan.step}
     folder = plan.run_dir if plan.checkpoint is None else plan.run_dir / "resumed" / f"step-{plan.step}"
@@ -172,6 +176,10 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
     check_model(cfg, tokenizer, path, checkpoint)
     point = None if checkpoint is None else ResumePoint(checkpoint["global_step"], validation_owed(checkpoint))
     trainer = build_trainer(cfg, run_dir, point)
+    if cfg.model.get("backend") == "triton" and trainer.strategy.root_device.type != "cuda" and not interpreting():
+        raise ConfigError(
+            "model.backend", "triton", f"cannot run on {trainer.strategy.root_device}; use auto or reference"
+        )
     return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, point.step if point else 0)
 
 
@@ -215,6 +223,9 @@ def build_model(cfg: DictConfig, vocab_size: int) -> nn.Module:
         raise ConfigError("model.vocab_size", own, f"must be at least the tokenizer's {vocab_size}, or null")
     try:
         return build(cfg.model, vocab_size=own or vocab_size)
+    except RuntimeError as error:  # sizes beyond what a tensor can have
+        sizes = ", ".join(f"{name}={cfg.model.get(name)}" for name in ("width", "rnn_width", "depth", "vocab_size"))
+        raise ConfigError("model", f"({sizes})", f"cannot be built: {str(error).splitlines()[0]}") from error
     except (ValueError, TypeError) as error:
         argument, _, rest = str(error).partition("=")
         value, _, remedy = rest.partition(": ")
@@ -225,6 +236,8 @@ def build_model(cfg: DictConfig, vocab_size: int) -> nn.Module:
 
 def build_trainer(cfg: DictConfig, run_dir: Path, point: ResumePoint | None) -> pl.Trainer:
     """Lightning's trainer with the config's callbacks and loggers, the exact epoch loop and atomic checkpoints."""
+    if cfg.trainer.get("accelerator") in ("gpu", "cuda") and not torch.cuda.is_available():
+        raise ConfigError("trainer.accelerator", cfg.trainer.accelerator, "there is no GPU here; use trainer=cpu")
     terminal = sys.stdout.isatty()
     own = {"run_dir": str(run_dir), "resumed": point, "terminal": terminal}
     callbacks: list[Callback] = [_instantiate_part(node, own) for node in (cfg.callbacks or {}).values()]
@@ -241,8 +254,13 @@ def build_trainer(cfg: DictConfig, run_dir: Path, point: ResumePoint | None) -> 
             enable_progress_bar=terminal if given.get("enable_progress_bar") is None else given["enable_progress_bar"],
         )
     except (MisconfigurationException, ValueError, TypeError) as error:
-        settings = ", ".join(f"{name}={value}" for name, value in given.items() if name != "_target_")
-        raise ConfigError("trainer", f"{{{settings}}}", f"Lightning refuses it: {error}") from error
+        del given["_target_"]
+        text = " ".join(str(error).split())
+        named = {k: v for k, v in given.items() if v is not None and (k in text or repr(v) in text)} or given
+        key, value = (
+            next(iter(named.items())) if len(named) == 1 else ("", ", ".join(f"{k}={v}" for k, v in named.items()))
+        )
+        raise ConfigError(f"trainer.{key}".rstrip("."), value, f"Lightning refuses it: {text}") from error
     return make_exact(trainer)
 
 

@@ -11,14 +11,24 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
 
+from samu_lm.entry import make_run_folder, refused_in_one_line
+from samu_lm.training.checks import refuse_overwriting
+
 _RESULTS = ("global_step", "train/loss", "val/loss", "val/bits_per_byte", "targets_seen")
 _current_sweep: Path | None = None
 
 
 class RunFolders(Callback):
-    """Keeps a resumed run's first config, and notes the sweep that is to be tabulated."""
+    """Guards the folders of runs before Hydra writes there, and notes the sweep that is to be tabulated.
+
+    A new run over an old one's checkpoints is refused; a resumed run's first config is kept.
+    """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        with refused_in_one_line():
+            if config.get("resume") is None:
+                refuse_overwriting(Path(config.hydra.run.dir))
+            make_run_folder(config.hydra.run.dir)
         if config.get("resume") is None or config.hydra.output_subdir is None:
             return
         own = Path(config.hydra.run.dir) / config.hydra.output_subdir
@@ -29,6 +39,8 @@ class RunFolders(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         global _current_sweep
+        with refused_in_one_line():
+            make_run_folder(config.hydra.sweep.dir, "hydra.sweep.dir")
         _current_sweep = Path(config.hydra.sweep.dir).absolute()
 
 

@@ -301,7 +301,7 @@ class TestRefusals:
 
     def test_a_single_document_cannot_be_split(self, tmp_path):
         (tmp_path / "a").write_text("only one")
-        with pytest.raises(ConfigError, match=r"data\.val_fraction=0\.05: cannot hold out a document of 1"):
+        with pytest.raises(ConfigError, match=r"data=\(1 documents\): needs two different documents"):
             module(tmp_path).setup()
 
     def test_documents_of_one_token_give_nothing_to_predict(self, tmp_path):

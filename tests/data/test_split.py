@@ -47,5 +47,5 @@ def test_a_larger_fraction_holds_out_the_same_documents_and_more():
 
 @pytest.mark.parametrize("texts", [[b"one"], [b"same", b"same"]])
 def test_a_split_without_two_different_documents_is_refused(texts):
-    with pytest.raises(ConfigError, match=r"data\.val_fraction=0\.5: cannot hold out a document of .*data\.separator"):
+    with pytest.raises(ConfigError, match=r"data=\(.* documents\): needs two different documents.*data\.separator"):
         held_out(hashes(texts), 0.5)

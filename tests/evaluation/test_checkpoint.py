@@ -113,8 +113,19 @@ class Payload:
 def test_code_in_the_file_is_not_run(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save(torch.load(saved, weights_only=True) | {"extra": Payload()}, tmp_path / "evil.ckpt")
-    assert "cannot be read as a checkpoint" in refusal(tmp_path / "evil.ckpt")
+    assert "holds more than plain values" in refusal(tmp_path / "evil.ckpt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_damage_in_the_middle(saved: Path) -> None:
+    """Weights that changed on the disk are refused, although the file's structure is whole."""
+    content = bytearray(saved.read_bytes())
+    weight = torch.load(saved, weights_only=True)["state_dict"]["model.embedding.weight"].numpy().tobytes()
+    place = content.index(weight[:64])
+    content[place : place + 64] = bytes(64)
+    damaged = saved.with_name("damaged.ckpt")
+    damaged.write_bytes(content)
+    assert "is damaged" in refusal(damaged)
 
 
 def test_other_programs_and_formats(saved: Path) -> None:

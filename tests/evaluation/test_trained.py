@@ -14,7 +14,13 @@ from samu_lm.training.run import run as train
 from tests.evaluation.making import run, write_corpus
 
 MAX_STEPS = 4
-SHORT = ["experiment=smoke", "data.max_bytes=30000", "schedule.warmup_steps=1", "logger=none"]
+SHORT = [
+    "experiment=smoke",
+    "data.max_bytes=30000",
+    "schedule.warmup_steps=1",
+    "logger=none",
+    "trainer.limit_val_batches=null",
+]
 
 
 @pytest.fixture(scope="module", params=["samu_tiny", "rglru_tiny"])

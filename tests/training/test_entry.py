@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from samu_lm.data import LMDataModule
 from samu_lm.training import run as run_module
 from tests.training.entry import train_py
-from tests.training.support import tiny_overrides, write_corpus
+from tests.training.support import load, tiny_overrides, write_corpus
 
 
 @pytest.mark.parametrize(
@@ -88,3 +92,26 @@ def test_success_is_status_0_and_the_folder_is_hydra_s(
     assert train_py(monkeypatch, "resume=last", "model=rglru_tiny", f"hydra.run.dir={run}") == 2
     err = capsys.readouterr().err
     assert err.startswith("error: model.width=128: the checkpoint has model.width=16; drop the override")
+
+
+def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = torch.save
+
+    def full_from_step_3(content: dict[str, Any], file: Any) -> None:
+        if content["global_step"] == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(content, file)
+
+    monkeypatch.setattr(torch, "save", full_from_step_3)
+    settings = ["callbacks.last.every_n_steps=1", "trainer.val_check_interval=50", f"hydra.run.dir={tmp_path}/run"]
+    assert train_py(monkeypatch, *tiny_overrides(write_corpus(tmp_path)), *settings) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(
+        f"error: checkpoint={tmp_path}/run/checkpoints/last.ckpt: cannot be written (No space left on"
+    )
+    assert err.count("\n") == 1
+    folder = tmp_path / "run" / "checkpoints"
+    assert [p.name for p in folder.iterdir()] == ["last.ckpt"]
+    assert load(folder / "last.ckpt")["global_step"] == 2

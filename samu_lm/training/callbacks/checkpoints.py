@@ -76,9 +76,13 @@ class BestCheckpoint(_FolderCheckpoint):
         self.best_step: int | None = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking or trainer.state.fn != "fit" or self.monitor not in trainer.callback_metrics:
+        metrics = trainer.callback_metrics
+        if trainer.sanity_checking or trainer.state.fn != "fit" or "val/loss" not in metrics:
             return
-        value = float(trainer.callback_metrics[self.monitor])
+        if self.monitor not in metrics:
+            remedy = f"no such metric; choose one of {', '.join(sorted(name for name in metrics if 'val/' in name))}"
+            raise ConfigError("callbacks.best.monitor", self.monitor, remedy)
+        value = float(metrics[self.monitor])
         if self.best is None or value < self.best:  # a NaN is never less
             self.best, self.best_step = value, trainer.global_step
             trainer.save_checkpoint(self.path)
