@@ -10,6 +10,7 @@ from typing import Any
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from samu_lm.entry import make_run_folder, refused_in_one_line
 from samu_lm.training.checks import refuse_overwriting
@@ -25,13 +26,17 @@ class RunFolders(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        with refused_in_one_line():
-            if config.get("resume") is None:
-                refuse_overwriting(Path(config.hydra.run.dir))
-            make_run_folder(config.hydra.run.dir)
-        if config.get("resume") is None or config.hydra.output_subdir is None:
+        try:
+            resume, folder = config.get("resume"), Path(config.hydra.run.dir)
+        except OmegaConfBaseException:  # a reference to a missing value; the error comes where the value is used
             return
-        own = Path(config.hydra.run.dir) / config.hydra.output_subdir
+        with refused_in_one_line():
+            if resume is None:
+                refuse_overwriting(folder)
+            make_run_folder(config.hydra.run.dir)
+        if resume is None or config.hydra.output_subdir is None:
+            return
+        own = folder / config.hydra.output_subdir
         if own.is_dir():
             number = 1 + len(list(own.glob("resume-*")))
             with read_write(config.hydra):
