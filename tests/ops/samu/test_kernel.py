@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ by_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 
 @pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that a kernel forgets to write shows up as NaN."""
     empty = torch.empty
 
@@ -39,7 +38,6 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return out.fill_(float("nan")) if out.is_floating_point() else out
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    yield
 
 
 def draw(batch: int, length: int, width: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
