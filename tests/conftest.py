@@ -9,6 +9,7 @@ os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 import pytest
 import torch
+from hydra.core.hydra_config import HydraConfig
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
@@ -26,3 +27,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True)
+def _no_hydra_run() -> None:
+    """An entry point that an earlier test ran in this process leaves Hydra's launch folder behind."""
+    HydraConfig.instance().cfg = None

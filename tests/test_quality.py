@@ -116,7 +116,11 @@ def test_docstrings_of_public_calls() -> None:
         tree = ast.parse(path.read_text())
         if not ast.get_docstring(tree) and path.read_text().strip():
             missing.append(f"{path.relative_to(ROOT)}: module")
+        if path.name.endswith("_probe.py"):
+            continue  # a script: its page says what it does
         for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                continue  # a kernel is reached through its launcher alone
             public = isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
             if public and not ast.get_docstring(node):
                 missing.append(f"{path.relative_to(ROOT)}: {node.name}")

@@ -21,7 +21,7 @@ def load(file, **changes):
 
 
 def test_the_groups_are_complete():
-    assert [f.stem for f in DATA] == ["hub", "jsonl", "parquet", "stdlib", "text"]
+    assert [f.stem for f in DATA] == ["hub", "jsonl", "parquet", "stdlib", "stdlib_slice", "text"]
     assert [f.stem for f in TOKENIZERS] == ["bpe", "bytes", "pretrained"]
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from samu_lm.config import config_dir
 from samu_lm.model import RGLRU, SAMU, RecurrentBlock, RecurrentLM
 
+ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted(path.stem for path in (config_dir() / "model").glob("*.yaml"))
 
 
@@ -60,24 +65,46 @@ def test_presets_are_the_named_sizes() -> None:
             assert config["vocab_size"] == 32_000
 
 
+def measure_presets() -> dict[str, dict[str, int]]:
+    """For each preset: parameters by a formula of the sizes, FLOPs by counting the matrix products that really run."""
+    measured = {}
+    for name in PRESETS:
+        config = _preset(name)
+        with torch.device("meta"):
+            model = RecurrentLM(**config)
+            block = RecurrentBlock(config["width"], config["rnn_width"], config["mixer"], config["depth"])
+            ids = torch.zeros(1, 8, dtype=torch.int64)
+        with FlopCounterMode(display=False) as forward:
+            logits = model(ids)
+        with FlopCounterMode(display=False) as backward:
+            logits.sum().backward()
+        measured[name] = {
+            "blocks": config["depth"] * sum(p.numel() for p in block.parameters()) + config["width"],
+            "embedding": -(-config["vocab_size"] // 64) * 64 * config["width"],
+            "forward": forward.get_total_flops(),
+            "backward": backward.get_total_flops(),
+        }
+    return measured
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, int]]:
+    """From a process of its own: what other tests compile changes how torch checks meta tensors."""
+    code = "import json; from tests.model.test_counts import measure_presets; print(json.dumps(measure_presets()))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 @pytest.mark.parametrize("name", PRESETS)
-def test_methods_against_the_built_module(name: str) -> None:
-    """Parameters by a formula of the sizes, FLOPs by counting the matrix products that the module really runs."""
-    config = _preset(name)
+def test_methods_against_the_built_module(name: str, measured: dict[str, dict[str, int]]) -> None:
     with torch.device("meta"):
-        model = RecurrentLM(**config)
-        block = RecurrentBlock(config["width"], config["rnn_width"], config["mixer"], config["depth"])
-        ids = torch.zeros(1, 8, dtype=torch.int64)
-    padded = -(-config["vocab_size"] // 64) * 64
-    blocks = config["depth"] * sum(p.numel() for p in block.parameters()) + config["width"]
-    assert model.num_parameters(non_embedding=True) == blocks
-    assert model.num_parameters() == blocks + padded * config["width"]
-    with FlopCounterMode(display=False) as counter:
-        logits = model(ids)
-    assert counter.get_total_flops() == 8 * model.flops_per_token(training=False)
-    with FlopCounterMode(display=False) as counter:
-        logits.sum().backward()
-    assert counter.get_total_flops() == 8 * (model.flops_per_token() - model.flops_per_token(training=False))
+        model = RecurrentLM(**_preset(name))
+    built = measured[name]
+    assert model.num_parameters(non_embedding=True) == built["blocks"]
+    assert model.num_parameters() == built["blocks"] + built["embedding"]
+    assert built["forward"] == 8 * model.flops_per_token(training=False)
+    assert built["backward"] == 8 * (model.flops_per_token() - model.flops_per_token(training=False))
 
 
 @pytest.mark.parametrize("mixer", ["samu", "rglru"])
