@@ -29,7 +29,8 @@ from samu_lm.ops.rglru import kernel, kernel_plan
 
 BLOCKS = 16
 Shape = tuple[int, int, int]
-_DEFAULT_OPTIONS = dict(kernel_plan.OPTIONS)
+_TABLES = (kernel_plan.OPTIONS, kernel_plan.WIDE_OPTIONS, kernel_plan.WIDEST_OPTIONS)
+_DEFAULT_TABLES = tuple(dict(table) for table in _TABLES)
 _DEFAULT_TOKENS = dict(kernel_plan.TILE_TOKENS)
 _DEFAULT_FUSED = dict(kernel_plan.FUSED_CHANNELS)
 _DEFAULT_PIECES = dict(kernel_plan.PIECE_TILES)
@@ -40,7 +41,8 @@ def apply_variant(variant: dict[str, Any]) -> None:
     kernel_plan.TILE_TOKENS.update(_DEFAULT_TOKENS)
     kernel_plan.FUSED_CHANNELS.update(_DEFAULT_FUSED)
     kernel_plan.PIECE_TILES.update(_DEFAULT_PIECES)
-    kernel_plan.OPTIONS.update(_DEFAULT_OPTIONS)
+    for table, default in zip(_TABLES, _DEFAULT_TABLES, strict=True):
+        table.update(default)
     for name, value in variant.items():
         if name == "tokens":
             kernel_plan.TILE_TOKENS.update(value)
@@ -49,7 +51,8 @@ def apply_variant(variant: dict[str, Any]) -> None:
         elif name == "pieces":
             kernel_plan.PIECE_TILES["all"] = value
         elif name != "resets":
-            kernel_plan.OPTIONS[name] = dataclasses.replace(_DEFAULT_OPTIONS[name], **value)
+            for table in _TABLES:
+                table[name] = dataclasses.replace(table[name], **value)
     kernel_plan.clear_plans()
 
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 BACKENDS = ("auto", "reference", "triton")
+# Looked up once, here: torch.compile does not trace the import machinery, so a look-up per call would break graphs.
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _log = logging.getLogger(__name__)
 _told: set[tuple[str, str]] = set()
 
@@ -35,9 +37,8 @@ def choose_backend(op: str, backend: str, x: Tensor) -> str:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     if backend == "reference":
         return "reference"
-    installed = importlib.util.find_spec("triton") is not None
     if backend == "triton":
-        if not installed:
+        if not TRITON_INSTALLED:
             raise RuntimeError(
                 f"backend='triton': {op} needs the package triton; install it or use backend='reference'"
             )
@@ -46,7 +47,7 @@ def choose_backend(op: str, backend: str, x: Tensor) -> str:
                 f"backend='triton': {op} got a tensor on {x.device}; move it to a GPU or use backend='reference'"
             )
         return "triton"
-    chosen = "triton" if installed and x.device.type == "cuda" else "reference"
+    chosen = "triton" if TRITON_INSTALLED and x.device.type == "cuda" else "reference"
     if not torch.compiler.is_compiling() and (op, chosen) not in _told:
         _told.add((op, chosen))
         _log.info("%s runs on backend=%s for tensors on %s", op, chosen, x.device.type)

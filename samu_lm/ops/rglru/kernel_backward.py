@@ -39,6 +39,7 @@ from samu_lm.ops.rglru.kernel_tile import (
     moved_states_and_adjoints,
     one_sigmoid,
     reduce_tile,
+    store_state,
     thread_channels,
     threads_to_tile,
     through,
@@ -79,8 +80,8 @@ def summary_kernel(
     if PICK:
         pick = pick_rows(0, M, 0, M, OPERAND)
 
-    product = tl.full([M], 1.0, tl.float32)
-    carry = tl.zeros([M], tl.float32)
+    product = tl.full([M, Q], 1.0, tl.float32)
+    carry = tl.zeros([M, Q], tl.float32)
     # this piece's own tokens, up to its first first token; none if the segment has one before it
     piece_tokens = tiles_per_piece * T
     begin = piece * piece_tokens
@@ -133,8 +134,8 @@ def summary_kernel(
         product = through(product, tile_a, HAS_FIRST)
 
     at = piece * B * W + b * W + block + c0
-    tl.store(summary_a + at + tch, product, mask=tch < limit)
-    tl.store(summary_g + at + tch, carry, mask=tch < limit)
+    store_state(summary_a + at, tch, tch < limit, product, Q)
+    store_state(summary_g + at, tch, tch < limit, carry, Q)
 
 
 @triton.jit(do_not_specialize=["B", "L", "tiles_per_piece", "pieces_per_segment", "segments"])
@@ -200,6 +201,7 @@ def gradient_kernel(
     pieces = (last_piece + 1 - (segment + 1) * pieces_per_segment).to(tl.int32)
     carry = fold_pieces(carry, summary_a, summary_g, last_piece, -1, pieces, B, W, column, tch, towns, HAS_FIRST, J)
 
+    carry = tl.broadcast_to(carry[:, None], [M, Q])
     tiles = ((end - begin + T - 1) // T).to(tl.int32)
     for step in tl.range(0, tiles, num_stages=STAGES):
         tile = begin // T + tiles - 1 - step
@@ -254,6 +256,7 @@ def gradient_kernel(
         by_multiplier = gated * slope
         by_gate = v - v * i
         state = tl.load(states + (tile * B * W + column) + tch, mask=towns, other=0.0)
+        state = tl.broadcast_to(state[:, None], [M, Q])
         a = tile_to_threads(a, M, T, Q, E)
         v = tile_to_threads(v, M, T, Q, E)
         dy = tile_to_threads(dy, M, T, Q, E)
@@ -284,7 +287,7 @@ def gradient_kernel(
         store_rows(grad_x + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit, EXACT)
 
     if segment == 0:
-        tl.store(grad_initial + column + tch, carry, mask=towns)
+        store_state(grad_initial + column, tch, towns, carry, Q)
     # d rate / d a_param = -8 sigmoid(a_param)
     param = tl.load(a_param + block + c0 + tch, mask=towns, other=0.0).to(tl.float32)
     part = segment * B + b
@@ -299,17 +302,27 @@ def gradient_kernel(
         tl.store(partial_weights + at_w, sum_w, mask=inside)
 
 
+@triton.jit
+def _store_part(partial_weights, part, h, H, k, n0, N: tl.constexpr, w: tl.constexpr, sum_wi, sum_wa):
+    """Columns n0.. of a program's rows of both weight gradients."""
+    n = n0 + tl.arange(0, N)
+    inside = (k < w)[:, None] & (n < w)[None, :]
+    at = partial_weights + (part * (2 * H) + h) * (w * w) + k[:, None] * w + n[None, :]
+    tl.store(at, sum_wi, mask=inside)
+    tl.store(at + H * w * w, sum_wa, mask=inside)
+
+
 @triton.jit(do_not_specialize=["L", "row_parts", "tokens_per_part"])
 def projection_kernel(
     x, grad_input_logits, grad_a_logits, input_weight, a_weight, grad_x, partial_weights,
     L, W, H, row_parts, tokens_per_part,
-    w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, OPERAND: tl.constexpr,
-    STAGES: tl.constexpr,
+    w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, T: tl.constexpr,
+    OPERAND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Gradients through the projections where ``gradient_kernel`` left those of the logits in memory.
 
     A program owns a run of one row's tokens and M of one block's input channels: it adds to their grad_x what comes
-    back through the weights, and sums their rows of both weight gradients. N is w rounded up.
+    back through the weights, and sums their rows of both weight gradients; output channels in N1 + N2 >= w.
     """
     pid = tl.program_id(0)
     k0 = (pid % pieces) * M
@@ -318,34 +331,45 @@ def projection_kernel(
     b = part // row_parts
     begin = (part % row_parts) * tokens_per_part
     count = tl.minimum(tokens_per_part, L - begin).to(tl.int32)
+    wi = input_weight + h * w * w
+    wa = a_weight + h * w * w
     # transposed, [N, M]: rows of the products below are tokens
-    wi = tl.trans(load_weight(input_weight + h * w * w, k0, M, 0, N, w, OPERAND))
-    wa = tl.trans(load_weight(a_weight + h * w * w, k0, M, 0, N, w, OPERAND))
-    sum_wi = tl.zeros([M, N], tl.float32)
-    sum_wa = tl.zeros([M, N], tl.float32)
-    EXACT: tl.constexpr = w % M == 0 and w == N
+    wi1 = tl.trans(load_weight(wi, k0, M, 0, N1, w, OPERAND))
+    wa1 = tl.trans(load_weight(wa, k0, M, 0, N1, w, OPERAND))
+    sum_wi1 = tl.zeros([M, N1], tl.float32)
+    sum_wa1 = tl.zeros([M, N1], tl.float32)
+    if N2 > 0:
+        wi2 = tl.trans(load_weight(wi, k0, M, N1, N2, w, OPERAND))
+        wa2 = tl.trans(load_weight(wa, k0, M, N1, N2, w, OPERAND))
+        sum_wi2 = tl.zeros([M, N2], tl.float32)
+        sum_wa2 = tl.zeros([M, N2], tl.float32)
+    EXACT: tl.constexpr = w % M == 0 and w == N1 + N2
     tok = tl.arange(0, T)
     k = k0 + tl.arange(0, M)
     for step in tl.range(0, tl.cdiv(count, T), num_stages=STAGES):
         live = count - step * T
-        token = begin + step * T
-        place = (b * L + token) * W + h * w
+        place = (b * L + begin + step * T) * W + h * w
         x1 = load_rows(x + place, W, tok, live, k0, M, w, EXACT).to(OPERAND)
-        dli = load_rows(grad_input_logits + place, W, tok, live, 0, N, w, EXACT).to(OPERAND)
-        dla = load_rows(grad_a_logits + place, W, tok, live, 0, N, w, EXACT).to(OPERAND)
-        target = grad_x + place + tok[:, None] * W + k[None, :]
+        dli = load_rows(grad_input_logits + place, W, tok, live, 0, N1, w, EXACT).to(OPERAND)
+        dla = load_rows(grad_a_logits + place, W, tok, live, 0, N1, w, EXACT).to(OPERAND)
+        target = grad_x + place + (tok[:, None] * W + k[None, :])
         inside = (tok < live)[:, None] & (k < w)[None, :]
         out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-        out = tl.dot(dli, wi, out, input_precision="ieee")
-        out = tl.dot(dla, wa, out, input_precision="ieee")
+        out = tl.dot(dli, wi1, out, input_precision="ieee")
+        out = tl.dot(dla, wa1, out, input_precision="ieee")
+        sum_wi1 = tl.dot(tl.trans(x1), dli, sum_wi1, input_precision="ieee")
+        sum_wa1 = tl.dot(tl.trans(x1), dla, sum_wa1, input_precision="ieee")
+        if N2 > 0:
+            dli = load_rows(grad_input_logits + place, W, tok, live, N1, N2, w, EXACT).to(OPERAND)
+            dla = load_rows(grad_a_logits + place, W, tok, live, N1, N2, w, EXACT).to(OPERAND)
+            out = tl.dot(dli, wi2, out, input_precision="ieee")
+            out = tl.dot(dla, wa2, out, input_precision="ieee")
+            sum_wi2 = tl.dot(tl.trans(x1), dli, sum_wi2, input_precision="ieee")
+            sum_wa2 = tl.dot(tl.trans(x1), dla, sum_wa2, input_precision="ieee")
         tl.store(target, out.to(grad_x.dtype.element_ty), mask=inside)
-        sum_wi = tl.dot(tl.trans(x1), dli, sum_wi, input_precision="ieee")
-        sum_wa = tl.dot(tl.trans(x1), dla, sum_wa, input_precision="ieee")
-    n = tl.arange(0, N)
-    inside = (k < w)[:, None] & (n < w)[None, :]
-    at_w = partial_weights + (part * (2 * H) + h) * (w * w) + k[:, None] * w + n[None, :]
-    tl.store(at_w, sum_wi, mask=inside)
-    tl.store(at_w + H * w * w, sum_wa, mask=inside)
+    _store_part(partial_weights, part, h, H, k, 0, N1, w, sum_wi1, sum_wa1)
+    if N2 > 0:
+        _store_part(partial_weights, part, h, H, k, N1, N2, w, sum_wi2, sum_wa2)
 
 
 @triton.jit(do_not_specialize=["weight_parts", "vector_parts"])

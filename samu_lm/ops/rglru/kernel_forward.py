@@ -22,6 +22,7 @@ from samu_lm.ops.rglru.kernel_tile import (
     fold_pieces,
     reduce_tile,
     states,
+    store_state,
     thread_channels,
     threads_to_tile,
     through,
@@ -185,7 +186,7 @@ def forward_kernel(
     column = b * W + block + c0
     piece_tokens = tiles_per_piece * T
     carry = tl.zeros([M], tl.float32)
-    product = tl.full([M], 1.0, tl.float32)
+    product = tl.full([M, Q], 1.0, tl.float32)
     if SUMMARY:
         # this piece's own tokens, from its end back to its last first token; none if the segment has one behind it
         begin = span * piece_tokens
@@ -218,6 +219,7 @@ def forward_kernel(
         pieces = (span * pieces_per_segment - from_piece).to(tl.int32)
         carry = fold_pieces(carry, summary_a, summary_v, from_piece, 1, pieces, B, W, column, tch, towns, HAS_FIRST, J)
 
+    carry = tl.broadcast_to(carry[:, None], [M, Q])
     for step in tl.range(0, tiles, num_stages=STAGES):
         if SUMMARY:
             tile = begin // T + last - step
@@ -268,7 +270,7 @@ def forward_kernel(
             product = through(product, tile_a, HAS_FIRST)
         else:
             if SAVE:
-                tl.store(states_out + (tile * B * W + column) + tch, carry, mask=towns)
+                store_state(states_out + (tile * B * W + column), tch, towns, carry, Q)
             if selects:
                 h_all, carry = states(a, v, carry, True, M, Q, K)
             else:
@@ -278,7 +280,7 @@ def forward_kernel(
 
     if SUMMARY:
         at = span * B * W + column
-        tl.store(summary_a + at + tch, product, mask=towns)
-        tl.store(summary_v + at + tch, carry, mask=towns)
+        store_state(summary_a + at, tch, towns, product, Q)
+        store_state(summary_v + at, tch, towns, carry, Q)
     elif span == segments - 1:
-        tl.store(final_state + column + tch, carry, mask=towns)
+        store_state(final_state + column, tch, towns, carry, Q)

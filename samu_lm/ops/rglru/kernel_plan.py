@@ -20,7 +20,7 @@ LOGITS_CHANNELS = 64
 # and a tile of them does not fit the registers, so wider float32 blocks are projected first, by the BLAS.
 WIDEST_BLOCK = {torch.bfloat16: 256, torch.float16: 256, torch.float32: 32}
 # Tokens of a tile: more would keep more numbers per thread than it has registers.
-TILE_TOKENS = {"mixer": 32, "logits": 64}
+TILE_TOKENS = {"mixer": 32, "logits": 32}
 # Tiles of a piece, about: enough to pay for a program's start, few enough to spread the summaries evenly.
 PIECE_TILES = {"all": 16}
 # Widest gate block whose weight gradients a program keeps in registers while it walks its segment.
@@ -38,7 +38,8 @@ class Options:
 
     Attributes:
         resident: programs that a multiprocessor is planned to hold; a row is cut into segments accordingly.
-        stages: depth of the loads' pipeline. Triton starts a load at the end of a step, so 2 hides nothing.
+        stages: depth of the loads' pipeline. Triton starts a load at the end of a step, so 2 hides little; but every
+            stage costs registers.
         pick: take x out of the tensor cores (a product with a 0/1 matrix) rather than out of shared memory.
         registers: most registers a thread may use, None for the compiler's choice.
     """
@@ -56,11 +57,25 @@ class Options:
 
 OPTIONS = {
     "forward_summary": Options(registers=168),
-    "forward": Options(resident=3, registers=168),
+    "forward": Options(resident=4, registers=128, pick=False),
     "summary": Options(),
-    "gradient": Options(resident=2),
+    "gradient": Options(resident=2, stages=2),
     "projection": Options(resident=1),
 }
+# For blocks of more than 64 channels, whose weights fill more of the shared memory.
+WIDE_OPTIONS = OPTIONS | {"forward": Options(resident=3, registers=168), "gradient": Options(resident=2)}
+# For blocks of more than 128.
+WIDEST_OPTIONS = OPTIONS | {
+    "forward_summary": Options(pick=False),
+    "forward": Options(resident=2, pick=False),
+    "summary": Options(pick=False),
+    "gradient": Options(resident=2),
+}
+
+
+def options(kernel: str, w: int) -> Options:
+    """Options of the kernel of that name for gate blocks of w channels."""
+    return (OPTIONS if w <= 64 else WIDE_OPTIONS if w <= 128 else WIDEST_OPTIONS)[kernel]
 
 
 @dataclass(frozen=True)
@@ -86,15 +101,19 @@ def mixer_tiling(w: int) -> Tiling:
 
 
 def logits_tiling() -> Tiling:
-    """Tile where the logits come from memory: loads put rows of tokens across 16 groups of threads."""
-    return Tiling(LOGITS_CHANNELS, 1, LOGITS_CHANNELS, TILE_TOKENS["logits"], 16, 1, 16, 0)
+    """Tile where the logits come from memory, ``LOGITS_CHANNELS`` a program."""
+    return Tiling(LOGITS_CHANNELS, 1, LOGITS_CHANNELS, TILE_TOKENS["logits"], 4, 2, 16, 0)
 
 
 def projection_tile(w: int) -> dict[str, int]:
-    """Tile of ``projection_kernel``: at most 64 input channels a program; two stages where three do not fit."""
-    n = max(16, next_power_of_two(w))
-    m = min(n, 64)
-    return {"w": w, "pieces": cdiv(w, m), "M": m, "N": n, "T": 64, "STAGES": 3 if n <= 128 else 2}
+    """Tile of ``projection_kernel``: at most 64 input channels a program, output channels in one or two parts.
+
+    Two stages of loads where three overflow the shared memory.
+    """
+    whole = max(16, next_power_of_two(w))
+    m, n1 = min(whole, 64), min(whole, 128)
+    n2 = 0 if w <= n1 else max(16, next_power_of_two(w - n1))
+    return {"w": w, "pieces": cdiv(w, m), "M": m, "N1": n1, "N2": n2, "T": 64, "STAGES": 3 if n1 + n2 <= 160 else 2}
 
 
 @dataclass(frozen=True)
@@ -161,12 +180,12 @@ class Problem:
         self.forward, self.backward = (self._split(name) for name in ("forward", "gradient"))
         self.projection = projection_tile(self.w)
         columns = batch * self.blocks * self.projection["pieces"]
-        wanted = OPTIONS["projection"].resident * self.processors
+        wanted = options("projection", self.w).resident * self.processors
         self.runs = split_row(length, self.projection["T"], columns, wanted)
 
     def _split(self, kernel: str) -> Split:
         columns = self.programs(1)
-        return split_row(self.shape[1], self.tiling.T, columns, OPTIONS[kernel].resident * self.processors)
+        return split_row(self.shape[1], self.tiling.T, columns, options(kernel, self.w).resident * self.processors)
 
     def programs(self, spans: int) -> int:
         """Programs that run that many segments or pieces of every row and channel block."""
@@ -174,10 +193,10 @@ class Problem:
 
     def constants(self, kernel: str) -> dict[str, Any]:
         """Compile-time arguments of the kernel of that name in ``OPTIONS``."""
-        options = OPTIONS[kernel].arguments()
+        chosen = options(kernel, self.w).arguments()
         if self.dtype == torch.float32 or self.from_logits:
-            options["PICK"] = False
-        return vars(self.tiling) | options | self._flags | {"OPERAND": self.operand, "num_warps": 4}
+            chosen["PICK"] = False
+        return vars(self.tiling) | chosen | self._flags | {"OPERAND": self.operand, "num_warps": 4}
 
     @property
     def weight_parts(self) -> int:

@@ -115,52 +115,41 @@ def halves(t, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def column(t, index, M: tl.constexpr, Q: tl.constexpr):
-    """Column ``index`` of ``[M, Q]``."""
-    return tl.sum(tl.where((tl.arange(0, Q) == index)[None, :], t, 0.0), 1)
-
-
-@triton.jit
-def scan_groups(
-    a, v, distance: tl.constexpr, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr
-):
-    """Maps of ``[M, Q]`` composed with all those before them (behind them, if REVERSE), from ``distance`` 1 on."""
-    if distance < Q:
-        q = tl.arange(0, Q)
-        if REVERSE:
-            source = tl.minimum(q + distance, Q - 1)
-            inside = (q + distance < Q)[None, :]
-        else:
-            source = tl.maximum(q - distance, 0)
-            inside = (q >= distance)[None, :]
-        index = tl.broadcast_to(source[None, :], [M, Q])
-        v = tl.where(inside, advance(a, v, tl.gather(v, index, 1), CUT), v)
-        a = tl.where(inside, through(a, tl.gather(a, index, 1), CUT), a)
-        return scan_groups(a, v, distance * 2, REVERSE, CUT, M, Q)
-    else:
-        return a, v
+def group(t, index, M: tl.constexpr, Q: tl.constexpr):
+    """Column ``index`` of ``[M, Q]`` in every column: each group of threads learns what one of them has."""
+    return tl.gather(t, tl.full([M, Q], index, tl.int32), 1)
 
 
 @triton.jit
 def across_threads(a, v, carry, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr):
-    """State that reaches each of the Q groups of ``[M, Q]``, and the state that leaves the last."""
-    a, v = scan_groups(a, v, 1, REVERSE, CUT, M, Q)
-    after = advance(a, v, carry[:, None], CUT)
+    """State that reaches each of the Q groups of ``[M, Q]``, and the state that leaves the last, in every column.
+
+    ``carry`` is ``[M, Q]`` with equal columns. All groups' maps are exchanged at once and every thread walks all of
+    them: one exchange of latency, where a scan by doubling waits for several in turn.
+    """
     q = tl.arange(0, Q)
-    start = Q - 1 if REVERSE else 0
-    source = tl.minimum(q + 1, Q - 1) if REVERSE else tl.maximum(q - 1, 0)
-    before = tl.gather(after, tl.broadcast_to(source[None, :], [M, Q]), 1)
-    before = tl.where((q == start)[None, :], carry[:, None], before)
-    return before, column(after, Q - 1 - start, M, Q)
+    before = carry
+    for step in tl.static_range(Q):
+        index = Q - 1 - step if REVERSE else step
+        before = tl.where((q == index)[None, :], carry, before)
+        carry = advance(group(a, index, M, Q), group(v, index, M, Q), carry, CUT)
+    return before, carry
 
 
 @triton.jit
 def reduce_tile(a, v, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
-    """The whole tile as one map h -> a h + v: a and v ``[M]`` from ``[M, Q, K]``."""
+    """The whole tile ``[M, Q, K]`` as one map h -> a h + v; a and v are ``[M, Q]`` with equal columns."""
     if K == 1:
-        a, v = scan_groups(tl.reshape(a, [M, Q]), tl.reshape(v, [M, Q]), 1, REVERSE, CUT, M, Q)
-        end: tl.constexpr = 0 if REVERSE else Q - 1
-        return column(a, end, M, Q), column(v, end, M, Q)
+        a = tl.reshape(a, [M, Q])
+        v = tl.reshape(v, [M, Q])
+        start = Q - 1 if REVERSE else 0
+        total_a, total_v = group(a, start, M, Q), group(v, start, M, Q)
+        for step in tl.static_range(1, Q):
+            index = Q - 1 - step if REVERSE else step
+            next_a = group(a, index, M, Q)
+            total_v = advance(next_a, group(v, index, M, Q), total_v, CUT)
+            total_a = through(total_a, next_a, CUT)
+        return total_a, total_v
     else:
         a0, a1 = halves(a, M, Q, K)
         v0, v1 = halves(v, M, Q, K)
@@ -173,7 +162,7 @@ def reduce_tile(a, v, REVERSE: tl.constexpr, CUT: tl.constexpr, M: tl.constexpr,
 
 @triton.jit
 def states_before(a, v, carry, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
-    """State before every token of ``[M, Q, K]``, given the state ``[M]`` before the tile, and the state after it."""
+    """State before every token of ``[M, Q, K]``, given that before the tile, and the state after it (``[M, Q]``)."""
     if K == 1:
         before, carry = across_threads(tl.reshape(a, [M, Q]), tl.reshape(v, [M, Q]), carry, False, CUT, M, Q)
         return tl.reshape(before, [M, Q, 1]), carry
@@ -202,7 +191,7 @@ def states(a, v, carry, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: 
 def both_before(a, v, u, h, g, CUT: tl.constexpr, M: tl.constexpr, Q: tl.constexpr, K: tl.constexpr):
     """What reaches every token of ``[M, Q, K]`` from before and from behind; the two share products of transitions.
 
-    Forward h -> a h + v from ``h`` ``[M]`` before the tile, backward g -> a g + u from ``g`` ``[M]`` behind it.
+    Forward h -> a h + v from ``h`` before the tile, backward g -> a g + u from ``g`` behind it, both ``[M, Q]``.
     Also returns the adjoint before the tile.
     """
     if K == 1:
@@ -236,8 +225,8 @@ def moved_states_and_adjoints(a, v, dy, u, h, g, CUT: tl.constexpr, M: tl.conste
 
     Args:
         a, v, dy, u: ``[M, Q, K]``, K at least 2; u is a dy, 0 where a is.
-        h: ``[M]``, the state before the tile.
-        g: ``[M]``, what reaches its last token from behind.
+        h: ``[M, Q]`` with equal columns, the state before the tile.
+        g: as h, what reaches its last token from behind.
 
     Returns:
         a_t h_{t-1} and g_t of every token, and a_t g_t of the first.
@@ -270,3 +259,10 @@ def fold_pieces(carry, a_ptr, v_ptr, start, step, count, B, W, column, tch, mask
             v = tl.load(v_ptr + where + tch, mask=inside, other=0.0)
             carry = advance(a, v, carry, CUT)
     return carry
+
+
+@triton.jit
+def store_state(target, tch, mask, state, Q: tl.constexpr):
+    """Writes ``[M, Q]`` of equal columns as ``[M]``, in the order of ``tch``."""
+    q = tl.arange(0, Q)
+    tl.store(target + tch[:, None] + q[None, :] * 0, state, mask=mask[:, None] & (q == 0)[None, :])

@@ -22,7 +22,7 @@ GATES = ("input_gate_weight", "input_gate_bias", "a_gate_weight", "a_gate_bias",
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tiles of 16 tokens in pieces of one, so that short rows have many; full-precision products at every width."""
     monkeypatch.setitem(kernel_plan.TILE_TOKENS, "mixer", 16)
-    monkeypatch.setitem(kernel_plan.TILE_TOKENS, "logits", 32)
+    monkeypatch.setitem(kernel_plan.TILE_TOKENS, "logits", 16)
     monkeypatch.setitem(kernel_plan.PIECE_TILES, "all", 1)
     monkeypatch.setattr(kernel_plan, "multiprocessors", lambda _: 1)
     if DEVICE == "cpu":
