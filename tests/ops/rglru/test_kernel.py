@@ -14,6 +14,8 @@ from samu_lm.ops.rglru import kernel, kernel_plan
 from tests.ops.rglru.oracle import rglru_loop, rglru_mixer_loop
 from tests.ops.support import RGLRU_CASE, compare_with_loop, gradients, random_reset, relative_error, reset_of_lengths
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = ("input_gate_weight", "input_gate_bias", "a_gate_weight", "a_gate_bias", "a_param")
 
@@ -30,19 +32,6 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernel_plan.clear_plans()
     yield
     kernel_plan.clear_plans()
-
-
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that a kernel forgets to write shows up as NaN."""
-    empty, like, new = torch.empty, torch.empty_like, Tensor.new_empty
-
-    def filled(out: Tensor) -> Tensor:
-        return out.fill_(float("nan")) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: filled(empty(*args, **kwargs)))
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: filled(like(*args, **kwargs)))
-    monkeypatch.setattr(Tensor, "new_empty", lambda self, *args, **kwargs: filled(new(self, *args, **kwargs)))
 
 
 def draw(batch: int, length: int, blocks: int, w: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
