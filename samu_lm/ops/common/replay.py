@@ -91,17 +91,18 @@ class Replays:
         Args:
             key: everything that decides which kernels ``build`` starts, on what grids and with which scalars, apart
                 from the tensors' dtypes and alignment.
-            tensors: the call's tensors; the kernels' addresses lie within them. None for an absent one.
+            tensors: the call's tensors, the kernels' addresses lie within them; None for an absent one, but not the
+                first.
             build: makes the launches, given a :class:`Slot` (or None) per tensor.
         """
-        device = next(t for t in tensors if t is not None).device
-        if device.type != "cuda" or launching.watched():
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        if device < 0 or launching.watched():
             build([None if t is None else Slot(t, i) for i, t in enumerate(tensors)])
-        elif device.index != torch.cuda.current_device():
+        elif device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
-                self._run(key, tensors, build, device.index)
+                self._run(key, tensors, build, device)
         else:
-            self._run(key, tensors, build, device.index)
+            self._run(key, tensors, build, device)
 
     def _run(
         self, key: Hashable, tensors: Sequence[Tensor | None], build: Callable[[list[Any]], None], device: int

@@ -159,8 +159,8 @@ def samu_mixer(
     if choose_backend("samu", backend, x) == "triton" and x.numel():
         from samu_lm.ops.samu import kernel
 
-        first = first_token_mask(reset, initial_state)
-        y, final_state = kernel.samu_mixer(x, nu_log, theta_log, *controls, first, initial_state)
+        # A kernel starts a row without a state at zero, whether or not its first token is marked.
+        y, final_state = kernel.samu_mixer(x, nu_log, theta_log, *controls, reset, initial_state)
         return y, final_state if output_final_state else None
     eta, delta = samu_controls(x, *controls, backend=backend)
     return samu(

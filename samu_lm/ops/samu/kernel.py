@@ -23,6 +23,10 @@ def _wants_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def _no_rows(x: Tensor) -> Tensor:
+    return x.new_empty(0, x.shape[2], dtype=torch.float32)
+
+
 @torch.library.custom_op("samu_lm::samu_mixer_triton", mutates_args=())
 def _mixer(
     x: Tensor,
@@ -39,7 +43,8 @@ def _mixer(
     parameters = passes.Parameters(
         nu_log, theta_log, phase_direction, radial_direction, phase_amplitude, radial_amplitude
     )
-    return passes.mixer_forward(x, parameters, first, initial_state, save)
+    y, final_state, kept = passes.mixer_forward(x, parameters, first, initial_state, save)
+    return y, final_state, kept if save else x.new_empty(0, dtype=torch.float32)
 
 
 @_mixer.register_fake
@@ -64,7 +69,8 @@ def _mixer_backward(
     parameters = passes.Parameters(
         nu_log, theta_log, phase_direction, radial_direction, phase_amplitude, radial_amplitude
     )
-    return passes.mixer_backward(grad_y, grad_final_state, x, parameters, saved, has_initial)
+    grads = passes.mixer_backward(grad_y, grad_final_state, x, parameters, saved, has_initial)
+    return *grads[:2], _no_rows(x) if grads[2] is None else grads[2]
 
 
 @_mixer_backward.register_fake
@@ -144,7 +150,8 @@ def _scan(
     initial_state: Optional[Tensor],
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return passes.scan_forward(x, eta, delta, nu_log, theta_log, first, initial_state, save)
+    y, final_state, kept = passes.scan_forward(x, eta, delta, nu_log, theta_log, first, initial_state, save)
+    return y, final_state, kept if save else x.new_empty(0, dtype=torch.float32)
 
 
 @_scan.register_fake
@@ -162,7 +169,8 @@ def _scan_backward(
     saved: Tensor,
     has_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return passes.scan_backward(grad_y, grad_final_state, x, nu_log, theta_log, saved, has_initial)
+    grads = passes.scan_backward(grad_y, grad_final_state, x, nu_log, theta_log, saved, has_initial)
+    return *grads[:4], _no_rows(x) if grads[4] is None else grads[4]
 
 
 @_scan_backward.register_fake

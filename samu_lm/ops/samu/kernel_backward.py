@@ -30,8 +30,10 @@ from samu_lm.ops.samu.kernel_rows import (
     load_pair,
     load_record,
     load_row,
+    load_rows,
     stack,
     store_pair,
+    touch,
     transition,
     unstack,
     widen,
@@ -106,15 +108,18 @@ def chunk_adjoints_kernel(
         m_re = tl.load(own + modes, mask=mask & (c == row_chunks - 1), other=0.0).to(tl.float32) * gamma
         m_im = tl.load(own + M + modes, mask=mask & (c == row_chunks - 1), other=0.0).to(tl.float32) * gamma
     plane = chunks.to(tl.int64) * CHUNK
+    t = c * CHUNK + CHUNK - STEP
+    row = grad_y + (b.to(tl.int64) * length + t) * (2 * M)
+    token = chunk.to(tl.int64) * CHUNK + CHUNK - STEP
+    rows = load_rows(row, t, length, lanes, lane_mask, M, 2 * M, STEP, EVEN, TAIL, PACKED)
     for back in range(STEP, CHUNK + STEP, STEP):
-        start = CHUNK - back
-        t = c * CHUNK + start
-        row = grad_y + (b.to(tl.int64) * length + t) * (2 * M)
-        record = records + chunk.to(tl.int64) * CHUNK + start
-        bits_re, bits_im = _load_signs(signs, chunk.to(tl.int64) * CHUNK + start, M, modes, mask, STEP, WORD, EVEN)
-        rows = ()
-        for j in tl.static_range(STEP):
-            rows = rows + (load_row(row + j * (2 * M), lanes, lane_mask, t + j < length, M, EVEN, TAIL, PACKED),)
+        bits_re, bits_im = _load_signs(signs, token, M, modes, mask, STEP, WORD, EVEN)
+        # The next rows are on their way while these are worked on (past the end: the last ones once more).
+        step_back = tl.where(back < CHUNK, STEP, 0)
+        row -= step_back * (2 * M)
+        upcoming = load_rows(row, t - step_back, length, lanes, lane_mask, M, 2 * M, STEP, EVEN, TAIL, PACKED)
+        tl.debug_barrier()  # or the compiler sinks these loads to their first use
+        record = records + token
         for j in tl.static_range(STEP - 1, -1, -1):
             stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
             a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
@@ -122,6 +127,9 @@ def chunk_adjoints_kernel(
             g_re = gamma * _through(dy_re, bits_re, STEP - 1 - j, BLOCK, PACKED) + m_re
             g_im = gamma * _through(dy_im, bits_im, STEP - 1 - j, BLOCK, PACKED) + m_im
             m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, forget, t + j < length, TAIL)
+        rows = upcoming
+        t -= STEP
+        token -= STEP
     store_pair(adjoints + chunk.to(tl.int64) * (2 * M), m_re, m_im, modes, mask, M, EVEN)
 
 
@@ -159,6 +167,7 @@ def gradients_kernel(
     FUSED: tl.constexpr,
     REBUILD: tl.constexpr,
     STAGES: tl.constexpr,
+    TOUCH: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     EVEN: tl.constexpr,
@@ -231,10 +240,18 @@ def gradients_kernel(
                 early += STEP * STRIDE_T
                 early_record += STEP
         bits_re, bits_im = _load_signs(signs, token + start, M, modes, mask, STEP, WORD, EVEN)
-        rows = ()
-        grads = ()
-        for j in tl.static_range(STEP):
-            rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, t + j < length, M, EVEN, TAIL, PACKED),)
+        rows = load_rows(row, t, length, lanes, lane_mask, M, STRIDE_T, STEP, EVEN, TAIL, PACKED)
+        dy_row = grad_y + grad_row
+        grads = load_rows(dy_row, t, length, lanes, lane_mask, M, 2 * M, STEP, EVEN, TAIL, PACKED)
+        if TOUCH:
+            # Pull the next step's lines into the cache; nobody waits for the values.
+            before = back < CHUNK
+            left = tl.where(before, length - (t - STEP), 0)
+            touch(row - STEP * STRIDE_T, left, part * BLOCK, M, STRIDE_T, STEP, BLOCK, PACKED)
+            touch(dy_row - STEP * 2 * M, left, part * BLOCK, M, 2 * M, STEP, BLOCK, PACKED)
+            lines = tl.arange(0, BLOCK // 16)
+            line = saved - 2 * M + part * BLOCK + (lines // 2) * 32 + (lines % 2) * M
+            tl.load(line, mask=before & (part * BLOCK + (lines // 2) * 32 < M), other=0.0, volatile=True)
         carried_states = ()
         for j in tl.static_range(STEP):
             stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
@@ -246,9 +263,6 @@ def gradients_kernel(
             h_re = p_re + widen(x_re, BLOCK, PACKED)
             h_im = p_im + widen(x_im, BLOCK, PACKED)
             carried_states = carried_states + ((p_re, p_im),)
-        for j in tl.static_range(STEP):
-            dy_row = grad_y + grad_row + j * (2 * M)
-            grads = grads + (load_row(dy_row, lanes, lane_mask, t + j < length, M, EVEN, TAIL, PACKED),)
         if REBUILD:
             # Without this the compiler keeps the transitions of the replay for the way back, and spills.
             tl.debug_barrier()
@@ -283,18 +297,22 @@ def gradients_kernel(
                     tl.store(out + modes, dx_re, mask=mask & (t + j < length))
                     tl.store(out + M + modes, dx_im, mask=mask & (t + j < length))
             m_re, m_im = _message(a_re, a_im, g_re, g_im, m_re, m_im, forget, t + j < length, TAIL)
+        if FUSED:
+            # Asked for ahead of the exchange; the directions are read again each time for want of registers.
+            phase_re, phase_im = load_pair(unit, modes, mask, M, EVEN)
+            radial_re, radial_im = load_pair(unit + 2 * M + 1, modes, mask, M, EVEN)
+            slopes = ()
+            for j in tl.static_range(STEP):
+                slopes = slopes + ((tl.load(record + 3 * plane + j), tl.load(record + 4 * plane + j)),)
         stacked = stack(radius_sums + angle_sums, 2 * STEP, LEVELS + 1)
         totals = unstack(tl.sum(stacked, axis=0), LEVELS + 1)
         for j in tl.static_range(STEP):
             tl.store(out_sums + start + j, totals[j])
             tl.store(out_sums + plane + start + j, totals[STEP + j])
         if FUSED:
-            # Read again each time: there are no registers to keep them in.
-            phase_re, phase_im = load_pair(unit, modes, mask, M, EVEN)
-            radial_re, radial_im = load_pair(unit + 2 * M + 1, modes, mask, M, EVEN)
             for j in tl.static_range(STEP):
-                by_phase = totals[STEP + j] * tl.load(record + 3 * plane + j)
-                by_radial = totals[j] * tl.load(record + 4 * plane + j)
+                by_phase = totals[STEP + j] * slopes[j][0]
+                by_radial = totals[j] * slopes[j][1]
                 dx_re, dx_im = x_grads[j]
                 x_re, x_im = rows[j]
                 sum_phase_re += by_phase * widen(x_re, BLOCK, PACKED)

@@ -18,7 +18,7 @@ delta: with them a chunk's product of transitions is a closed form.
 import triton
 import triton.language as tl
 
-from samu_lm.ops.samu.kernel_rows import lanes_of, load_pair, load_row, stack, unstack, widen, within_thread
+from samu_lm.ops.samu.kernel_rows import lanes_of, load_pair, load_row, stack, touch, unstack, widen, within_thread
 from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS, tanh
 
 FORGET = tl.constexpr(2.0)  # in the place of a cosine
@@ -137,6 +137,7 @@ def controls_kernel(
     PACKED: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     SAVE: tl.constexpr,
+    TOUCH: tl.constexpr,
 ):
     """Token and chunk records; a program owns the whole rows of one chunk."""
     chunk = tl.program_id(0)
@@ -146,6 +147,10 @@ def controls_kernel(
     own = records + chunk.to(tl.int64) * CHUNK
     x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * STRIDE_T
     for r in range(0, CHUNK, STEP):
+        if TOUCH:
+            left = tl.where(r + STEP < CHUNK, length - start - r - STEP, 0)
+            for block in tl.static_range(MODE_BLOCKS):
+                touch(x_row + (r + STEP) * STRIDE_T, left, block * BLOCK, M, STRIDE_T, STEP, BLOCK, PACKED)
         row_logits(
             x_row + r * STRIDE_T,
             table,

@@ -6,21 +6,25 @@ chunk adjoints, prefix in reverse, gradients, rank-two update (unless fused), pa
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from samu_lm.ops.common.launch import cdiv, launch
+from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
 from samu_lm.ops.common.replay import Replays, Slot
+from samu_lm.ops.samu import kernel_plan
 from samu_lm.ops.samu.kernel_controls import public_controls_kernel
-from samu_lm.ops.samu.kernel_plan import Plan, plan_for
 from samu_lm.ops.samu.kernel_problem import Problem
 from samu_lm.ops.samu.kernel_rank_two import scan_token_gradients_kernel
+from samu_lm.ops.samu.kernel_step import step_kernel
 
 _replays = Replays()
-_problem = lru_cache(maxsize=1024)(Problem)
+_problems: dict[Hashable, Problem] = {}
+_MOST_PROBLEMS = 1024
+# A step holds a row in one program; wider rows take the general path.
+_WIDEST_STEP = 4096
 
 
 class Parameters(NamedTuple):
@@ -39,21 +43,28 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def problem_for(x: Tensor, given: bool, save: bool, plan: Plan | None = None) -> Problem:
+def problem_for(x: Tensor, given: bool, save: bool) -> Problem:
     """The problem that x of :func:`_rows` poses."""
-    batch, length, width = x.shape
-    stride_b, stride_t, _ = x.stride()
-    if length == 1:
-        stride_t = width
-    packed = x.dtype == torch.bfloat16 and width % 4 == 0 and stride_t % 2 == 0 and stride_b % 2 == 0
-    packed = packed and x.storage_offset() % 2 == 0
-    plan = plan_for(batch, length, width) if plan is None else plan
-    return _problem(batch, length, width, stride_b, stride_t, packed, given, save, plan)
+    key = (x.shape, x.stride(), x.dtype, x.storage_offset() % 2, given, save, kernel_plan.override())
+    problem = _problems.get(key)
+    if problem is None:
+        batch, length, width = x.shape
+        stride_b, stride_t, _ = x.stride()
+        if length == 1:
+            stride_t = width
+        packed = x.dtype == torch.bfloat16 and width % 4 == 0 and stride_t % 2 == 0 and stride_b % 2 == 0
+        packed = packed and x.storage_offset() % 2 == 0
+        plan = kernel_plan.plan_for(batch, length, width)
+        problem = Problem(batch, length, width, stride_b, stride_t, packed, given, save, plan)
+        if len(_problems) >= _MOST_PROBLEMS:
+            _problems.clear()
+        _problems[key] = problem
+    return problem
 
 
 def _kept_size(x: Tensor, given: bool, save: bool) -> int:
     batch, length, width = x.shape
-    return Problem(batch, length, width, 0, 0, False, given, save, plan_for(batch, length, width)).kept_size
+    return Problem(batch, length, width, 0, 0, False, given, save, kernel_plan.plan_for(batch, length, width)).kept_size
 
 
 def fake_forward(x: Tensor, save: bool, given: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,8 +97,10 @@ def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
 def mixer_forward(
     x: Tensor, parameters: Parameters, first: Tensor | None, initial_state: Tensor | None, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, final state, and what the backward pass needs (empty without ``save``)."""
+    """y, final state, and what the backward pass needs (of no use without ``save``)."""
     x = _rows(x)
+    if x.shape[1] == 1 and not save and x.shape[2] <= _WIDEST_STEP:
+        return _step(x, parameters, first, initial_state)
     problem = problem_for(x, given=False, save=save)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     final_state, kept = _float32(x, problem.batch, problem.width), _float32(x, problem.kept_size)
@@ -108,7 +121,43 @@ def mixer_forward(
 
     tensors = [x, *_dense(*parameters, first, initial_state), y, final_state, kept, states]
     _replays.run((problem, first is None, initial_state is None), tensors, build)
-    return y, final_state, kept if save else kept[:0].clone()
+    return y, final_state, kept
+
+
+def _step(
+    x: Tensor, parameters: Parameters, first: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One token per row, in one launch."""
+    batch, _, width = x.shape
+    y, final_state = torch.empty(x.shape, dtype=x.dtype, device=x.device), _float32(x, batch, width)
+
+    def build(slots: list[Slot]) -> None:
+        x_slot, nu_log, theta_log, phase, radial, *amplitudes, first, state, y, final_state = slots
+        block = max(32, next_power_of_two(width // 2))
+        launch(
+            step_kernel,
+            batch,
+            x_slot,
+            first or x_slot,
+            nu_log,
+            theta_log,
+            phase,
+            radial,
+            *amplitudes,
+            state or final_state,
+            y,
+            final_state,
+            x.stride(0),
+            M=width // 2,
+            BLOCK=block,
+            HAS_FIRST=first is not None,
+            HAS_STATE=state is not None,
+            num_warps=min(8, max(1, block // 128)),
+        )
+
+    tensors = [x, *_dense(*parameters, first, state), y, final_state]
+    _replays.run(("step", x.shape, x.stride(0), first is None, state is None), tensors, build)
+    return y, final_state, final_state
 
 
 def mixer_backward(
@@ -118,21 +167,21 @@ def mixer_backward(
     parameters: Parameters,
     kept: Tensor,
     has_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """grad_x, the parameters' gradients packed, grad of the initial state (0 rows if there was none)."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """grad_x, the parameters' gradients packed, grad of the initial state."""
     x, grad_y = _rows(x), grad_y.contiguous()
     problem = problem_for(x, given=False, save=True)
     if problem.packed and grad_y.storage_offset() % 2:
         grad_y = grad_y.clone()
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grad_initial = _float32(x, problem.batch if has_initial else 0, problem.width)
+    grad_initial = _float32(x, problem.batch, problem.width) if has_initial else None
     packed, scratch = _float32(x, 3 * problem.width + 4), _float32(x, problem.backward_scratch)
 
     def build(slots: list[Slot]) -> None:
         x, grad_y, grad_final, nu_log, theta_log, *amplitudes, kept, grad_x, grad_initial, packed, scratch = slots
         fused = problem.plan.fused
         problem.fill_messages(grad_y, grad_final, kept, scratch)
-        problem.gradients(x, grad_y, grad_final, kept, scratch, grad_x, grad_initial if has_initial else None, fused)
+        problem.gradients(x, grad_y, grad_final, kept, scratch, grad_x, grad_initial, fused)
         if not fused:
             problem.rank_two(x, kept, scratch, grad_x)
         problem.parameter_gradients(kept, scratch, packed, nu_log, theta_log, (amplitudes[0], amplitudes[1]))
@@ -171,7 +220,7 @@ def scan_forward(
 
     tensors = [x, *_dense(eta, delta, nu_log, theta_log, first, initial_state), y, final_state, kept, states]
     _replays.run((problem, first is None, initial_state is None), tensors, build)
-    return y, final_state, kept if save else kept[:0].clone()
+    return y, final_state, kept
 
 
 def scan_backward(
@@ -182,21 +231,21 @@ def scan_backward(
     theta_log: Tensor,
     kept: Tensor,
     has_initial: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """grad_x, grad_eta, grad_delta, grads of nu_log and theta_log packed, grad of the initial state."""
     x, grad_y = _rows(x), grad_y.contiguous()
     problem = problem_for(x, given=True, save=True)
     if problem.packed and grad_y.storage_offset() % 2:
         grad_y = grad_y.clone()
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grad_initial = _float32(x, problem.batch if has_initial else 0, problem.width)
+    grad_initial = _float32(x, problem.batch, problem.width) if has_initial else None
     grad_eta, grad_delta = (_float32(x, problem.batch, problem.length) for _ in range(2))
     packed, scratch = _float32(x, problem.width), _float32(x, problem.backward_scratch)
 
     def build(slots: list[Slot]) -> None:
         x, grad_y, final, nu_log, theta_log, kept, grad_x, initial, grad_eta, grad_delta, packed, scratch = slots
         problem.fill_messages(grad_y, final, kept, scratch)
-        problem.gradients(x, grad_y, final, kept, scratch, grad_x, initial if has_initial else None, fused=False)
+        problem.gradients(x, grad_y, final, kept, scratch, grad_x, initial, fused=False)
         launch(
             scan_token_gradients_kernel,
             problem.chunks,

@@ -9,9 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
+from samu_lm.ops.common import dispatch
 from samu_lm.ops.common.launch import next_power_of_two
+
+# The op's name in calibration records.
+OP = "samu_mixer"
+# Modes that one program of the gradients pass can hold in registers.
+_MOST_FUSED = 1024
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Plan:
     fused: bool = False
     rebuild: bool = False
     stages: int = 1
+    registers: int = 0
+    touch: bool = False
     fused_controls: bool = False
     piece: int = 32
     control_block: int = 512
@@ -54,14 +61,18 @@ class Plan:
         Where one program must hold every mode, its warps grow so that each thread holds as many as the plan says.
         """
         every = max(16, next_power_of_two(modes))
+        fused = self.fused and every <= _MOST_FUSED
+        fused_controls = self.fused_controls and every <= 2 * _MOST_FUSED
         chunk, shortest = self.chunk, max(self.step, self.gradient_step, self.save_every, 16)
         while chunk > shortest and chunk >= 2 * length:
             chunk //= 2
-        gradient_block = every if self.fused else min(self.gradient_block, every)
-        control_block = every if self.fused_controls else min(self.control_block, every)
+        gradient_block = every if fused else min(self.gradient_block, every)
+        control_block = every if fused_controls else min(self.control_block, every)
         return replace(
             self,
             chunk=chunk,
+            fused=fused,
+            fused_controls=fused_controls,
             piece=min(self.piece, chunk),
             block=min(self.block, every),
             warps=_warps(self.block, self.warps, min(self.block, every)),
@@ -91,19 +102,24 @@ def use_plan(plan: Plan) -> Iterator[None]:
         _override = before
 
 
+def override() -> Plan | None:
+    """The plan of :func:`use_plan` in force."""
+    return _override
+
+
 def default_plan(batch: int, length: int, width: int) -> Plan:
-    """A plan without a calibration: enough programs to fill a large GPU, chunks as long as that allows."""
-    warps = batch * length * width // 256
+    """The plan of the nearest calibrated shape; without a record, chunks as long as leave enough programs."""
+    found = dispatch.choose(dispatch.read_record(dispatch.record_path(OP))[1], batch, length, width)
+    if found is not None:
+        return Plan(**found.fields)
+    programs = batch * length * width // 256
     chunk = 16
-    while chunk < 128 and warps // (2 * chunk) >= 3072:
+    while chunk < 64 and programs // (2 * chunk) >= 3072:
         chunk *= 2
-    return Plan(chunk=chunk)
+    return Plan(chunk=chunk, fused=True, rebuild=True)
 
 
 def plan_for(batch: int, length: int, width: int) -> Plan:
     """The plan that a problem of this shape runs with."""
     plan = default_plan(batch, length, width) if _override is None else _override
-    return _adapted(plan, length, width // 2)
-
-
-_adapted = lru_cache(maxsize=4096)(Plan.for_shape)
+    return plan.for_shape(length, width // 2)

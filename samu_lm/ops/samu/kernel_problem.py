@@ -87,6 +87,7 @@ class Problem(Sizes):
             self.stride_b,
             HAS_FIRST=first is not None,
             SAVE=self.save,
+            TOUCH=self.plan.touch and self.plan.control_block >= 64,
             MODE_BLOCKS=cdiv(self.modes, self.plan.control_block),
             **self.control_sizes(),
         )
@@ -181,7 +182,7 @@ class Problem(Sizes):
             self.chunks,
             self.row_groups,
         )
-        sizes = {"M": self.modes, "GROUP": group, "AHEAD": 8, "BLOCK": block, "MODE_BLOCKS": mode_blocks}
+        sizes = {"M": self.modes, "GROUP": group, "AHEAD": min(8, group), "BLOCK": block, "MODE_BLOCKS": mode_blocks}
         if two_levels:
             launch(group_states_kernel, groups * mode_blocks, *args, **sizes, REVERSE=reverse, num_warps=1)
         launch(carries_kernel, groups * mode_blocks, *args, **sizes, REVERSE=reverse, num_warps=1)
@@ -305,6 +306,7 @@ class Problem(Sizes):
             FUSED=fused,
             REBUILD=plan.rebuild,
             STAGES=plan.stages,
+            TOUCH=plan.touch and plan.gradient_block >= 64,
             HAS_FINAL=grad_final is not None,
             HAS_INITIAL=grad_initial is not None,
             EVEN=self.modes % plan.gradient_block == 0,
@@ -312,6 +314,7 @@ class Problem(Sizes):
             FLIP=True,
             PACKED=self.packed,
             num_warps=plan.gradient_warps,
+            **({"maxnreg": plan.registers} if plan.registers else {}),
         )
 
     def rank_two(

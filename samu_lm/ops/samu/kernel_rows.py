@@ -48,6 +48,50 @@ def load_row(row, lanes, mask, inside, M, EVEN: tl.constexpr, TAIL: tl.constexpr
 
 
 @triton.jit
+def load_rows(
+    row,
+    t,
+    length,
+    lanes,
+    mask,
+    M,
+    STRIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """STEP rows from token t on, as they lie in memory."""
+    rows = ()
+    for j in tl.static_range(STEP):
+        rows = rows + (load_row(row + j * STRIDE, lanes, mask, t + j < length, M, EVEN, TAIL, PACKED),)
+    return rows
+
+
+@triton.jit
+def touch(
+    row,
+    left,
+    start,
+    M: tl.constexpr,
+    STRIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Reads one value of every 128-byte line of a block of modes in STEP rows (of which ``left`` exist).
+
+    Nobody waits for the values: the lines are in the cache when their turn comes.
+    """
+    PER_LINE: tl.constexpr = 64 if PACKED else 32
+    PER_ROW: tl.constexpr = 2 * BLOCK // PER_LINE
+    i = tl.arange(0, STEP * PER_ROW)
+    column = (i % PER_ROW) // 2 * PER_LINE
+    at = (i // PER_ROW) * STRIDE + (i % 2) * M + start + column
+    tl.load(row + at, mask=(i // PER_ROW < left) & (start + column < M), other=0.0, volatile=True)
+
+
+@triton.jit
 def widen(row, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """float32 values of half a row that :func:`load_row` read."""
     if PACKED:

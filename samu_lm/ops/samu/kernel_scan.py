@@ -6,13 +6,12 @@ Shapes: x, y ``[B, L, 2M]`` (real parts, then imaginary parts); token records an
 
 Every state but the initial and the final one is kept over gamma, so that the recurrence adds x as it is.
 
-A program owns one chunk and one block of modes: the modes lie in registers, the tokens run in order, STEP rows are
-loaded before the first is used. Transitions are rebuilt where they are needed, from cos and sin of theta and of delta:
-one exponential per mode and token, and no memory.
+A program owns one chunk and one block of modes: the modes lie in registers, the tokens run in order, and the next
+STEP rows are on their way while STEP rows are worked on. Transitions are rebuilt where they are needed, from cos and
+sin of theta and of delta: one exponential per mode and token, and no memory.
 """
 
-# Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
-# ruff: noqa: RUF005
+# Device code is Triton's language, not Python's: values have no Python types.
 # mypy: ignore-errors
 
 import triton
@@ -23,7 +22,7 @@ from samu_lm.ops.samu.kernel_rows import (
     lanes_of,
     load_modes,
     load_record,
-    load_row,
+    load_rows,
     store_pair,
     transition,
     widen,
@@ -75,16 +74,18 @@ def chunk_states_kernel(
     plane = chunks.to(tl.int64) * CHUNK
     record = records + chunk.to(tl.int64) * CHUNK
     row = x + b.to(tl.int64) * stride_b + (c * CHUNK).to(tl.int64) * STRIDE_T
-    for _start in range(0, CHUNK, STEP):
-        rows = ()
-        for j in tl.static_range(STEP):
-            rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, True, M, EVEN, False, PACKED),)
+    rows = load_rows(row, 0, CHUNK, lanes, lane_mask, M, STRIDE_T, STEP, EVEN, False, PACKED)
+    for start in range(0, CHUNK, STEP):
+        # The next rows are on their way while these are worked on (past the end: the last ones once more).
+        row += tl.where(start + STEP < CHUNK, STEP * STRIDE_T, 0)
+        upcoming = load_rows(row, 0, CHUNK, lanes, lane_mask, M, STRIDE_T, STEP, EVEN, False, PACKED)
+        tl.debug_barrier()  # or the compiler sinks these loads to their first use
         for j in tl.static_range(STEP):
             stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
             a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
             x_re, x_im = rows[j]
             h_re, h_im = advance(a_re, a_im, h_re, h_im, widen(x_re, BLOCK, PACKED), widen(x_im, BLOCK, PACKED), forget)
-        row += STEP * STRIDE_T
+        rows = upcoming
         record += STEP
     store_pair(states + chunk.to(tl.int64) * (2 * M), h_re, h_im, modes, mask, M, EVEN)
 
@@ -161,13 +162,13 @@ def outputs_kernel(
     word = signs + chunk.to(tl.int64) * (CHUNK // WORD * 2) * M
     word_re = tl.zeros([BLOCK], tl.uint32)
     word_im = tl.zeros([BLOCK], tl.uint32)
+    rows = load_rows(row, t, length, lanes, lane_mask, M, STRIDE_T, STEP, EVEN, TAIL, PACKED)
     for start in range(0, CHUNK, STEP):
         if SAVE and start % SAVE_EVERY == 0:
             store_pair(saved, h_re, h_im, modes, mask, M, EVEN)
             saved += 2 * M
-        rows = ()
-        for j in tl.static_range(STEP):
-            rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, t + j < length, M, EVEN, TAIL, PACKED),)
+        row += tl.where(start + STEP < CHUNK, STEP * STRIDE_T, 0)
+        upcoming = load_rows(row, t + STEP, length, lanes, lane_mask, M, STRIDE_T, STEP, EVEN, TAIL, PACKED)
         for j in tl.static_range(STEP):
             stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
             a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
@@ -198,7 +199,7 @@ def outputs_kernel(
             as_float_im = word_im.to(tl.float32, bitcast=True)
             store_pair(word, as_float_re, as_float_im, modes, mask, M, EVEN)
             word += 2 * M
-        row += STEP * STRIDE_T
+        rows = upcoming
         record += STEP
         t += STEP
     if c == row_chunks - 1:

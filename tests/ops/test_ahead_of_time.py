@@ -1,0 +1,117 @@
+"""Every SAMU and convolution kernel compiles for an H100 or H200 (sm_90) on a machine without a GPU.
+
+The interpreter accepts more than the compiler does, and says nothing of registers and shared memory. It cannot be
+switched off within a process, so the compiler runs in one of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+# Most shared memory that a program may use on compute capability 9.0, in bytes.
+SHARED_MEMORY = 232_448
+
+MIXER = """
+import json, sys
+import torch
+from samu_lm.ops.common.launch import compile_only
+from samu_lm.ops.samu import kernel_passes as passes
+from samu_lm.ops.samu.kernel_plan import Plan, plan_for, use_plan
+
+options = json.loads(sys.argv[1])
+batch, length, width = options["shape"]
+def hollow(*size, dtype=torch.float32):
+    return torch.empty(size, dtype=dtype, device="meta")
+
+x = hollow(batch, length, width, dtype=getattr(torch, options["dtype"]))
+vectors = [hollow(n) for n in (width // 2, width // 2, width + 1, width + 1)]
+parameters = passes.Parameters(*vectors, hollow(), hollow())
+first = hollow(batch, length, dtype=torch.bool) if options["resets"] else None
+state = hollow(batch, width) if options["state"] else None
+plan = plan_for(batch, length, width) if options["plan"] is None else Plan(**options["plan"])
+with use_plan(plan), compile_only() as compiled:
+    y, final, kept = passes.mixer_forward(x, parameters, first, state, True)
+    passes.mixer_backward(y, final if state is not None else None, x, parameters, kept, state is not None)
+    if options["given"]:
+        eta = hollow(batch, length)
+        y, final, kept = passes.scan_forward(x, eta, eta, *vectors[:2], first, state, True)
+        passes.scan_backward(y, None, x, *vectors[:2], kept, state is not None)
+        eta, delta, kept = passes.controls_forward(x, *vectors[2:], *parameters[4:])
+        passes.controls_backward(eta, delta, x, *parameters[4:], kept)
+print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))
+"""
+
+CONVOLUTION = """
+import importlib, json, sys
+import torch
+from samu_lm.ops.common.launch import compile_only
+
+conv = importlib.import_module("samu_lm.ops.causal_conv1d.kernel")
+x = torch.empty(2, 300, 1024, dtype=torch.bfloat16, device="meta")
+weight, bias = torch.empty(1024, 4, device="meta"), torch.empty(1024, device="meta")
+first = torch.empty(2, 300, dtype=torch.bool, device="meta")
+state = torch.empty(2, 3, 1024, device="meta")
+with compile_only() as compiled:
+    for initial in (None, state):
+        y, final = conv._forward(x, weight, bias, first, initial)
+        conv._backward(y, None if initial is None else final, x, weight, first, initial)
+print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))
+"""
+
+
+def compile_apart(program: str, *arguments: str) -> dict[str, int]:
+    """Runs a program that prints its kernels, without the interpreter; shared memory by kernel."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [
+        (
+            {"shape": [1, 131072, 1024], "dtype": "bfloat16", "resets": True, "state": False, "given": False},
+            {
+                "spectrum_table",
+                "group_states",
+                "carries",
+                "outputs",
+                "chunk_adjoints",
+                "gradients",
+                "parameter_gradients",
+            },
+        ),
+        (
+            {"shape": [3, 1001, 70], "dtype": "float32", "resets": False, "state": True, "given": True}
+            | {"plan": {"chunk": 16, "group": 8, "block": 32, "gradient_block": 32}},
+            {"controls", "chunk_states", "given_controls", "public_controls", "rank_two", "scan_token_gradients"},
+        ),
+        (
+            {"shape": [2, 500, 130], "dtype": "float16", "resets": True, "state": True, "given": False}
+            | {"plan": {"chunk": 32, "save_every": 16, "fused": True, "fused_controls": True}},
+            {"controls_and_states", "gradients"},
+        ),
+    ],
+    ids=["as dispatched", "every path", "one pass"],
+)
+def test_mixer_compiles(case: dict[str, object], kernels: set[str]) -> None:
+    shared = compile_apart(MIXER, json.dumps({"plan": None} | case))
+    assert {f"{name}_kernel" for name in kernels} <= set(shared)
+    assert all(size <= SHARED_MEMORY for size in shared.values()), shared
+
+
+@pytest.mark.slow
+def test_convolution_compiles() -> None:
+    shared = compile_apart(CONVOLUTION)
+    assert set(shared) == {"conv_kernel", "conv_gradients_kernel", "conv_parameters_kernel"}
