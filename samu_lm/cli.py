@@ -25,6 +25,13 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
+    "bench": Command("samu_lm.benchmarks.bench", "times and memory of the mixers on this GPU, as JSON, table and plot"),
+    "calibrate": Command(
+        "samu_lm.benchmarks.calibrate", "measure candidate plans and write the record that dispatch reads"
+    ),
+    "explain-dispatch": Command(
+        "samu_lm.benchmarks.explain_dispatch", "what a SAMU mixer of a shape runs with, and why"
+    ),
     "presets": Command("samu_lm.evaluation.presets", "parameters, FLOPs and state bytes of each model preset"),
 }
 

@@ -38,6 +38,32 @@ def event_median(call: Callable[[], Any], repeats: int = 20, warmup: int = 3) ->
     return median(event_samples(call, repeats, warmup))
 
 
+def queued_samples(call: Callable[[], Any], repeats: int, warmup: int = 2) -> list[float]:
+    """As :func:`event_samples`, with the device kept busy until the call has been enqueued.
+
+    What is left is the device's own time, launch gaps included: what a call costs where the host runs ahead, as it does
+    in training.
+    """
+    for _ in range(warmup):
+        call()
+    samples = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(8_000_000)  # some 4 ms
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        samples.append(start.elapsed_time(end))
+    return samples
+
+
+def queued_median(call: Callable[[], Any], repeats: int = 15) -> float:
+    """Median of :func:`queued_samples`."""
+    return median(queued_samples(call, repeats))
+
+
 def graph_median(call: Callable[[], Any], repeats: int = 20) -> float:
     """Median milliseconds of a call captured once as a CUDA graph and replayed: device work without the host's."""
     stream = torch.cuda.Stream()

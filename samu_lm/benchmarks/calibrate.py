@@ -1,0 +1,171 @@
+"""``samu-lm calibrate``: measures candidate plans per shape and writes the record that dispatch reads.
+
+Candidates of a shape run in alternating order, forward and reverse, each only after it agrees with float64; the one
+with the least median of forward + backward is what problems of this shape run with from then on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.cases import PHASES, CheckFailed, Shape, check, samu_case
+from samu_lm.benchmarks.shapes import TABLE, parse_shapes, require_gpu
+from samu_lm.benchmarks.statistics import merge_rounds
+from samu_lm.errors import ConfigError
+from samu_lm.ops.common import dispatch
+from samu_lm.ops.samu.kernel_plan import OP, Plan, use_plan
+
+_FUSED = {"fused": True, "rebuild": True}
+# What is tried: name to the fields of Plan that it sets.
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "chunk16_touch": {"chunk": 16, "group": 128, "touch": True} | _FUSED,
+    "chunk32": {"chunk": 32, "group": 128} | _FUSED,
+    "chunk32_one_pass": {"chunk": 32, "group": 128, "fused_controls": True, "piece": 16, "touch": True} | _FUSED,
+    "chunk64": {"chunk": 64} | _FUSED,
+    "chunk64_touch": {"chunk": 64, "touch": True} | _FUSED,
+    "chunk64_step4_touch": {"chunk": 64, "step": 4, "touch": True} | _FUSED,
+    "chunk64_one_pass": {"chunk": 64, "fused_controls": True, "piece": 16} | _FUSED,
+    "chunk64_two_passes": {"chunk": 64, "touch": True},
+    "chunk128_sparse_touch": {"chunk": 128, "save_every": 16, "touch": True} | _FUSED,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``samu-lm calibrate``."""
+    parser.epilog = "example: samu-lm calibrate --shapes 1,32768,1024 4,2048,2048"
+    parser.add_argument("--shapes", nargs="+", metavar="B,L,W", help="default: the shapes of the recorded tables")
+    parser.add_argument("--candidates", type=Path, help="JSON, candidate name to fields of the plan; default: built in")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5, help="samples per round and phase")
+    parser.add_argument("--output", type=Path, help="default: the record that dispatch reads")
+
+
+def read_candidates(path: Path | None) -> dict[str, Plan]:
+    """Plans by name.
+
+    Raises:
+        ConfigError: the file is missing, or a field does not exist.
+    """
+    named = CANDIDATES
+    if path is not None:
+        if not path.is_file():
+            raise ConfigError("--candidates", path, "no such file")
+        named = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return {name: Plan(**fields) for name, fields in named.items()}
+    except TypeError as error:
+        raise ConfigError("--candidates", path, f"{error}; fields are {', '.join(asdict(Plan()))}") from error
+
+
+# Plans that agreed with float64, by width: the check's other sizes are always the same.
+_agreed: set[tuple[Plan, int]] = set()
+
+
+def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> list[dict[str, Any]]:
+    """Rows of one shape, one per candidate that agrees with float64 and fits the device."""
+    case, good = samu_case(shape, True), []
+    for name, plan in plans.items():
+        with use_plan(plan):
+            try:
+                if (plan, shape[2]) not in _agreed:
+                    check("samu", (shape[0], max(shape[1], 1500), shape[2]))
+                    _agreed.add((plan, shape[2]))
+                case.forward_backward()
+            except (CheckFailed, RuntimeError) as error:
+                print(f"{shape} {name}: left out: {str(error)[:200]}", file=sys.stderr)
+                continue
+        good.append(name)
+    taken: dict[str, list[dict[str, Any]]] = {name: [] for name in good}
+    for number in range(rounds):
+        for position, name in enumerate(good if number % 2 == 0 else good[::-1]):
+            with use_plan(plans[name]):
+                samples = {
+                    "forward_ms": timing.queued_samples(case.forward, repeats),
+                    "backward_ms": timing.queued_samples(case.backward(), repeats),
+                    "forward_backward_ms": timing.queued_samples(case.forward_backward, repeats),
+                }
+            taken[name].append({"round": number, "order_index": position, **samples})
+    rows = []
+    for name in good:
+        with use_plan(plans[name]):
+            memory = timing.peak_memory(case.forward_backward)
+        batch, length, width = shape
+        rows.append(
+            {
+                "shape": {"batch": batch, "length": length, "width": width},
+                "candidate": name,
+                **merge_rounds(taken[name], PHASES),
+                "peak_allocated_delta_bytes": memory["peak_allocated_delta_bytes"],
+                "peak_reserved_delta_bytes": memory["peak_reserved_delta_bytes"],
+            }
+        )
+    return rows
+
+
+def entry(shape: Shape, rows: list[dict[str, Any]], fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What dispatch needs of a shape's rows."""
+    ranked = sorted(rows, key=lambda row: row["forward_backward"]["median_ms"])
+    best = ranked[0]["forward_backward"]["median_ms"]
+    second = ranked[1] if len(ranked) > 1 else ranked[0]
+    batch, length, width = shape
+    return {
+        "batch": batch,
+        "length": length,
+        "width": width,
+        "choice": ranked[0]["candidate"],
+        "fields": fields[ranked[0]["candidate"]],
+        "milliseconds": best,
+        "runner_up": second["candidate"],
+        "margin": second["forward_backward"]["median_ms"] / best - 1,
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and writes the record; prints each shape's choice."""
+    shapes, plans = parse_shapes(args.shapes, TABLE), read_candidates(args.candidates)
+    require_gpu()
+    default = Plan()
+    fields = {n: {k: v for k, v in asdict(p).items() if v != getattr(default, k)} for n, p in plans.items()}
+    record: dict[str, Any] = {
+        "format": dispatch.FORMAT,
+        "schema_version": 1,
+        "protocol": {
+            "scope": "complete SAMU mixer: two shared controls, normalized writes and recurrence",
+            "input_gradient": True,
+            "dtype": "bfloat16 activations, float32 recurrent carry",
+            "candidate_class": "calibration; final data are separate",
+            "order": "alternating forward/reverse",
+            "compile_excluded": True,
+            "times": "device events around one warm call, the host ahead of the device",
+            "resets": "internal: documents of 1,024 tokens on average",
+        },
+        "environment": timing.environment(),
+        "command": " ".join(["samu-lm", *sys.argv[1:]]),
+        "candidates": fields,
+        "entries": [],
+        "rows": [],
+    }
+    output = args.output or dispatch.record_path(OP)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for shape in shapes:
+        rows = measure(shape, plans, args.rounds, args.repeats)
+        if not rows:
+            raise ConfigError("--candidates", args.candidates, f"no candidate runs and agrees with float64 at {shape}")
+        record["rows"] += rows
+        record["entries"].append(entry(shape, rows, fields))
+        chosen = record["entries"][-1]
+        print(
+            f"{shape}: {chosen['choice']} {chosen['milliseconds']:.3f} ms, "
+            f"then {chosen['runner_up']} (+{chosen['margin']:.1%})"
+        )
+        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        torch.cuda.empty_cache()
+    return 0

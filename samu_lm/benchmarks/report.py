@@ -1,0 +1,73 @@
+"""Tables and plots made from recorded results, never from numbers typed in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+MIB = 2**20
+
+
+def _shape(row: dict[str, Any]) -> str:
+    s = row["shape"]
+    return f"({s['batch']}, {s['length']}, {s['width']})"
+
+
+def mixer_table(result: dict[str, Any]) -> str:
+    """Markdown table of ``samu-lm bench mixer``."""
+    environment = result["environment"]
+    lines = [
+        f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}; "
+        f"copy ceiling {result['copy_tb_s']:.2f} TB/s; `{result['command']}`",
+        "",
+        "Medians in ms. forward and fwd+bwd: the host is ahead of the device, as in training; eager: one call at a "
+        "time, host work included. of copy: the least bytes that a pass must move, at the copy ceiling, over its time.",
+        "",
+        "| (B, L, W) | mixer | resets | forward | fwd+bwd | of copy | eager forward | eager backward | eager fwd+bwd "
+        "| graph fwd+bwd | peak MiB | launches |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        cells = [
+            _shape(row),
+            row["architecture"],
+            row["resets"],
+            f"{row['forward_queued_ms']:.3f}",
+            f"{row['forward_backward_queued_ms']:.3f}",
+            f"{row['forward_fraction_of_copy']:.0%} / {row['forward_backward_fraction_of_copy']:.0%}",
+            *(f"{row[phase]['median_ms']:.3f}" for phase in ("forward", "backward", "forward_backward")),
+            f"{row['forward_backward_graph_ms']:.3f}",
+            f"{row['peak_allocated_delta_bytes'] / MIB:.0f}",
+            str(len(row["launches"])),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def plot_mixer(result: dict[str, Any], path: Path) -> None:
+    """Bars of forward + backward per shape, and the copy floor, as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in result["rows"] if row["resets"] == "internal"]
+    shapes = list(dict.fromkeys(_shape(row) for row in rows))
+    names = list(dict.fromkeys(row["architecture"] for row in rows))
+    figure, axes = pyplot.subplots(figsize=(1.6 + 1.3 * len(shapes), 4))
+    wide = 0.8 / max(1, len(names))
+    for i, name in enumerate(names):
+        heights = {_shape(row): row["forward_backward_queued_ms"] for row in rows if row["architecture"] == name}
+        axes.bar([x + i * wide for x in range(len(shapes))], [heights.get(s, 0.0) for s in shapes], wide, label=name)
+    floors = {_shape(row): row["floor_forward_backward_ms"] for row in rows}
+    for x, shape in enumerate(shapes):
+        axes.hlines(floors[shape], x - wide / 2, x + len(names) * wide - wide / 2, colors="black")
+    axes.hlines([], 0, 0, colors="black", label="copy floor")
+    axes.set_yscale("log")
+    axes.set_ylabel("forward + backward, ms")
+    axes.set_xticks([x + wide * (len(names) - 1) / 2 for x in range(len(shapes))], shapes, rotation=20, ha="right")
+    axes.set_title(f"Whole mixers, internal resets, {result['environment']['gpu']}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
