@@ -25,12 +25,14 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
-    "bench": Command("samu_lm.benchmarks.bench", "times and memory of the mixers on this GPU, as JSON, table and plot"),
+    "bench": Command(
+        "samu_lm.benchmarks.bench", "measured tables: times and memory on this GPU, as JSON, Markdown and plot"
+    ),
     "calibrate": Command(
         "samu_lm.benchmarks.calibrate", "measure candidate plans and write the record that dispatch reads"
     ),
     "explain-dispatch": Command(
-        "samu_lm.benchmarks.explain_dispatch", "what a SAMU mixer of a shape runs with, and why"
+        "samu_lm.benchmarks.explain_dispatch", "which kernels each mixer of a shape runs on a GPU, and why"
     ),
     "presets": Command("samu_lm.evaluation.presets", "parameters, FLOPs and state bytes of each model preset"),
 }

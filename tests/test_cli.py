@@ -42,7 +42,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
     assert _seconds_of_children() - before < 1.0
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
-        assert f"\n    {name} " in done.stdout
+        assert f"\n    {name}" in done.stdout
 
 
 def _seconds_of_children() -> float:

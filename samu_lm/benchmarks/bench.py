@@ -1,120 +1,23 @@
-"""``samu-lm bench mixer``: the mixers' times and memory, forward, backward and both, beside the copy ceiling.
-
-The JSON keeps the fields of the recorded tables that it is compared with (schema 1): rows per shape and architecture,
-samples of each phase, counterbalanced rounds, peak memory. A row is timed only after its kernels agree with float64.
-"""
+"""``samu-lm bench WHAT``: the measured tables; each kind is a module with the two functions of a command."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
-from typing import Any
+import importlib
 
-import torch
-
-from samu_lm.benchmarks import timing
-from samu_lm.benchmarks.cases import CASES, PHASES, Case, Shape, check
-from samu_lm.benchmarks.report import mixer_table, plot_mixer
-from samu_lm.benchmarks.shapes import parse_shapes, require_gpu
-from samu_lm.benchmarks.statistics import merge_rounds
-
-# Bytes per element of [B, L, W] that no implementation can avoid, bfloat16: read x, write y; then read x, y and the
-# incoming gradient, write the gradient of x.
-FORWARD_BYTES, BOTH_BYTES = 4, 12
+BENCHES = {
+    "mixer": ("samu_lm.benchmarks.mixer", "both mixers at the recorded shapes, beside the copy ceiling"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``samu-lm bench``."""
+    """Arguments of ``samu-lm bench``: one sub-command per kind."""
     parser.epilog = "example: samu-lm bench mixer --shapes 1,131072,1024 --output mixer.json"
-    parser.add_argument("what", choices=["mixer"], help="what to measure")
-    parser.add_argument("--shapes", nargs="+", metavar="B,L,W", help="default: the shapes of the recorded tables")
-    parser.add_argument("--architectures", nargs="+", choices=sorted(CASES), default=["rglru", "samu"])
-    parser.add_argument("--rounds", type=int, default=2, help="rounds; every second one runs in reverse order")
-    parser.add_argument("--repeats", type=int, default=5, help="samples per round and phase")
-    parser.add_argument(
-        "--output", type=Path, default=Path("benchmarks/results/mixer.json"), help="JSON; .md and .png beside"
-    )
-
-
-def _row(case: Case, rounds: list[dict[str, Any]], ceiling: float) -> dict[str, Any]:
-    batch, length, width = case.shape
-    queued = timing.queued_median(case.forward_backward)
-    row: dict[str, Any] = {
-        "shape": {"batch": batch, "length": length, "width": width},
-        "architecture": case.architecture,
-        "backend": "triton",
-        "controller": "fused" if case.architecture == "samu" else None,
-        "resets": "internal" if case.resets else "none",
-        **merge_rounds(rounds, PHASES),
-        **timing.peak_memory(case.forward_backward),
-        "parameters": case.parameters,
-        "parameter_bytes": 4 * case.parameters,
-        "dynamic_control_values_per_token": 2 if case.architecture == "samu" else 2 * width,
-        "materialized_state_sized_transition": False,
-        "launches": case.launches(),
-        "forward_queued_ms": timing.queued_median(case.forward),
-        "forward_backward_queued_ms": queued,
-        "forward_backward_graph_ms": timing.graph_median(case.forward_backward),
-    }
-    elements = batch * length * width
-    floor = elements * BOTH_BYTES / (ceiling * 1e9)
-    row["floor_forward_ms"], row["floor_forward_backward_ms"] = floor * FORWARD_BYTES / BOTH_BYTES, floor
-    row["forward_fraction_of_copy"] = row["floor_forward_ms"] / row["forward_queued_ms"]
-    row["forward_backward_fraction_of_copy"] = floor / queued
-    return row
-
-
-def measure_shape(
-    shape: Shape, architectures: list[str], rounds: int, repeats: int, ceiling: float
-) -> list[dict[str, Any]]:
-    """Rows of one shape: each architecture with and without internal resets, in counterbalanced order."""
-    errors = {name: check(name, shape) for name in architectures}
-    cases = [CASES[name](shape, resets) for name in architectures for resets in (True, False)]
-    taken: list[list[dict[str, Any]]] = [[] for _ in cases]
-    for number in range(rounds):
-        order = list(range(len(cases)))
-        if number % 2:
-            order.reverse()
-        for position, index in enumerate(order):
-            taken[index].append({"round": number, "order_index": position, **cases[index].samples(repeats)})
-    rows = []
-    for case, samples in zip(cases, taken, strict=True):
-        row = _row(case, samples, ceiling)
-        row["errors"] = errors[case.architecture]
-        rows.append(row)
-    return rows
+    kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    for name, (module, text) in BENCHES.items():
+        importlib.import_module(module).add_arguments(kinds.add_parser(name, help=text, description=text))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes JSON, Markdown and PNG, prints the Markdown table."""
-    shapes = parse_shapes(args.shapes)
-    require_gpu()
-    ceiling = timing.copy_rate()
-    result: dict[str, Any] = {
-        "schema_version": 1,
-        "protocol": {
-            "scope": "complete mixer: controls or gates, recurrence, input and parameter gradients",
-            "dtype": "bfloat16 activations, float32 parameters and carry",
-            "input_gradient": True,
-            "order": "forward/reverse counterbalanced",
-            "compile_excluded": True,
-            "times": "device events around one warm call; queued: with the host ahead; graph: CUDA graph replay",
-            "resets": "internal: documents of 1,024 tokens on average; none: one document per row",
-        },
-        "environment": timing.environment(),
-        "command": " ".join(["samu-lm", *sys.argv[1:]]),
-        "copy_tb_s": ceiling,
-        "rows": [],
-    }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    for shape in shapes:
-        result["rows"] += measure_shape(shape, args.architectures, args.rounds, args.repeats, ceiling)
-        torch.cuda.empty_cache()
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    table = mixer_table(result)
-    args.output.with_suffix(".md").write_text(table, encoding="utf-8")
-    plot_mixer(result, args.output.with_suffix(".png"))
-    print(table)
-    return 0
+    """Runs the benchmark that was asked for."""
+    return int(importlib.import_module(BENCHES[args.what][0]).run(args))

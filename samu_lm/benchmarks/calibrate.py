@@ -7,6 +7,7 @@ with the least median of forward + backward is what problems of this shape run w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from dataclasses import asdict
@@ -14,27 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
 from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.beside import default_jobs, run_beside
 from samu_lm.benchmarks.cases import PHASES, CheckFailed, Shape, check, samu_case
-from samu_lm.benchmarks.shapes import TABLE, parse_shapes, require_gpu
+from samu_lm.benchmarks.shapes import CALIBRATED, parse_shapes, require_gpu
 from samu_lm.benchmarks.statistics import merge_rounds
 from samu_lm.errors import ConfigError
 from samu_lm.ops.common import dispatch
 from samu_lm.ops.samu.kernel_plan import OP, Plan, use_plan
 
 _FUSED = {"fused": True, "rebuild": True}
-# What is tried: name to the fields of Plan that it sets.
+# What is tried, name to the fields of Plan that it sets: chunks, one pass or two for the controls and chunk states, one
+# or two levels of the prefix, warps.
 CANDIDATES: dict[str, dict[str, Any]] = {
     "chunk16_touch": {"chunk": 16, "group": 128, "touch": True} | _FUSED,
     "chunk32": {"chunk": 32, "group": 128} | _FUSED,
-    "chunk32_one_pass": {"chunk": 32, "group": 128, "fused_controls": True, "piece": 16, "touch": True} | _FUSED,
     "chunk64": {"chunk": 64} | _FUSED,
     "chunk64_touch": {"chunk": 64, "touch": True} | _FUSED,
-    "chunk64_step4_touch": {"chunk": 64, "step": 4, "touch": True} | _FUSED,
     "chunk64_one_pass": {"chunk": 64, "fused_controls": True, "piece": 16} | _FUSED,
-    "chunk64_two_passes": {"chunk": 64, "touch": True},
-    "chunk128_sparse_touch": {"chunk": 128, "save_every": 16, "touch": True} | _FUSED,
+    "chunk64_one_level": {"chunk": 64, "group": 4096, "touch": True} | _FUSED,
+    "chunk64_two_warps": {"chunk": 64, "block": 256, "warps": 2, "touch": True} | _FUSED,
+    "chunk128_touch": {"chunk": 128, "touch": True} | _FUSED,
 }
 
 
@@ -43,8 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: samu-lm calibrate --shapes 1,32768,1024 4,2048,2048"
     parser.add_argument("--shapes", nargs="+", metavar="B,L,W", help="default: the shapes of the recorded tables")
     parser.add_argument("--candidates", type=Path, help="JSON, candidate name to fields of the plan; default: built in")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="rounds; every second one runs in reverse order")
     parser.add_argument("--repeats", type=int, default=5, help="samples per round and phase")
+    parser.add_argument(
+        "--jobs", type=int, default=default_jobs(), help="processes that compile before the clock starts"
+    )
     parser.add_argument("--output", type=Path, help="default: the record that dispatch reads")
 
 
@@ -52,19 +58,28 @@ def read_candidates(path: Path | None) -> dict[str, Plan]:
     """Plans by name.
 
     Raises:
-        ConfigError: the file is missing, or a field does not exist.
+        ConfigError: the file is missing or no JSON, or a field does not exist.
     """
     named = CANDIDATES
     if path is not None:
         if not path.is_file():
-            raise ConfigError("--candidates", path, "no such file")
-        named = json.loads(path.read_text(encoding="utf-8"))
+            raise ConfigError("--candidates", path, "no such file; give a JSON file of names to fields of the plan")
+        try:
+            named = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError("--candidates", path, f"is not JSON ({error})") from error
     try:
-        return {name: Plan(**fields) for name, fields in named.items()}
-    except TypeError as error:
-        raise ConfigError("--candidates", path, f"{error}; fields are {', '.join(asdict(Plan()))}") from error
+        plans = {name: Plan(**fields) for name, fields in named.items()}
+    except (TypeError, AttributeError) as error:
+        remedy = f"must be names to fields of the plan ({error}); fields are {', '.join(asdict(Plan()))}"
+        raise ConfigError("--candidates", path, remedy) from error
+    if not plans:
+        raise ConfigError("--candidates", path, "names no candidate")
+    return plans
 
 
+# Rows and tokens that a plan is checked at, at the shape's width.
+CHECKED = (2, 1500)
 # Plans that agreed with float64, by width: the check's other sizes are always the same.
 _agreed: set[tuple[Plan, int]] = set()
 
@@ -76,10 +91,10 @@ def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> 
         with use_plan(plan):
             try:
                 if (plan, shape[2]) not in _agreed:
-                    check("samu", (shape[0], max(shape[1], 1500), shape[2]))
+                    check("samu", (*CHECKED, shape[2]), whole=False)
                     _agreed.add((plan, shape[2]))
                 case.forward_backward()
-            except (CheckFailed, RuntimeError) as error:
+            except (CheckFailed, TritonError, RuntimeError) as error:
                 print(f"{shape} {name}: left out: {str(error)[:200]}", file=sys.stderr)
                 continue
         good.append(name)
@@ -110,6 +125,14 @@ def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> 
     return rows
 
 
+def compile_plan(item: tuple[Shape, Plan]) -> None:
+    """Compiles a plan for a shape and for its check; a plan that fails is left to :func:`measure` to report."""
+    shape, plan = item
+    with use_plan(plan), contextlib.suppress(CheckFailed, TritonError, RuntimeError):
+        check("samu", (*CHECKED, shape[2]), whole=False)
+        samu_case(shape, True).forward_backward()
+
+
 def entry(shape: Shape, rows: list[dict[str, Any]], fields: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What dispatch needs of a shape's rows."""
     ranked = sorted(rows, key=lambda row: row["forward_backward"]["median_ms"])
@@ -130,8 +153,12 @@ def entry(shape: Shape, rows: list[dict[str, Any]], fields: dict[str, dict[str, 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and writes the record; prints each shape's choice."""
-    shapes, plans = parse_shapes(args.shapes, TABLE), read_candidates(args.candidates)
+    shapes, plans = parse_shapes(args.shapes, CALIBRATED), read_candidates(args.candidates)
+    for name in ("rounds", "repeats"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}", getattr(args, name), "must be at least 1")
     require_gpu()
+    run_beside(compile_plan, [(shape, plan) for shape in shapes for plan in plans.values()], args.jobs)
     default = Plan()
     fields = {n: {k: v for k, v in asdict(p).items() if v != getattr(default, k)} for n, p in plans.items()}
     record: dict[str, Any] = {

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samu_lm.benchmarks import timing
+from samu_lm.benchmarks import rglru_float64, timing
 from samu_lm.benchmarks.float64 import NAMES, draw_mixer, mixer64
+from samu_lm.errors import SamuLMError
 from samu_lm.ops import rglru_mixer, samu_mixer
 from samu_lm.ops.common.launch import count_launches
 
 Shape = tuple[int, int, int]
 PHASES = ("forward", "backward", "forward_backward")
+DEVICE = "cuda"
 # Mean tokens per document where internal resets are on.
 DOCUMENT = 1024
 
 
-class CheckFailed(RuntimeError):
+class CheckFailed(SamuLMError):
     """A kernel does not agree with float64: it must not be timed."""
 
 
@@ -80,64 +82,90 @@ class Case:
         return names
 
 
-def samu_case(shape: Shape, resets: bool, dtype: torch.dtype = torch.bfloat16, document: int = DOCUMENT) -> Case:
+def samu_case(shape: Shape, resets: bool, dtype: torch.dtype = torch.bfloat16) -> Case:
     """SAMU, inputs as at initialisation but with amplitudes of 0.5."""
-    inputs, first, grad_y = draw_mixer(shape, dtype, "cuda", document=document if resets else 0)
+    inputs, first, grad_y = draw_mixer(shape, dtype, DEVICE, document=DOCUMENT if resets else 0)
     leaves = list(inputs.values())
     reset = first if resets else None
     return Case("samu", shape, resets, leaves, lambda: samu_mixer(*leaves, reset=reset, backend="triton")[0], grad_y)
 
 
-def rglru_case(shape: Shape, resets: bool) -> Case:
+def rglru_case(shape: Shape, resets: bool, dtype: torch.dtype = torch.bfloat16) -> Case:
     """RG-LRU with 16 gate blocks, inputs as at initialisation."""
-    from samu_lm.benchmarks.rglru_probe import NAMES as RGLRU_NAMES
-    from samu_lm.benchmarks.rglru_probe import draw
-
-    drawn = draw(shape, torch.bfloat16, "cuda")
-    leaves = [drawn[name] for name in RGLRU_NAMES]
+    drawn = rglru_float64.draw(shape, dtype, DEVICE)
+    leaves = [drawn[name] for name in rglru_float64.NAMES]
     reset = drawn["first"] if resets else None
     return Case(
         "rglru", shape, resets, leaves, lambda: rglru_mixer(*leaves, reset=reset, backend="triton")[0], drawn["grad_y"]
     )
 
 
-CASES: dict[str, Callable[[Shape, bool], Case]] = {"samu": samu_case, "rglru": rglru_case}
+CASES: dict[str, Callable[..., Case]] = {"samu": samu_case, "rglru": rglru_case}
 
 
-def samu_errors(shape: Shape, dtype: torch.dtype) -> dict[str, float]:
+def samu_expected(case: Case, y: Tensor) -> dict[str, Tensor]:
+    """y and every gradient of a SAMU case in float64."""
+    _, first, _ = draw_mixer(case.shape, case.inputs[0].dtype, DEVICE, document=DOCUMENT)
+    # A state within rounding of 0 may fall on either side of the rectifier: gradients are compared on the same side.
+    return mixer64(dict(zip(NAMES, case.inputs, strict=True)), first, case.grad_y, through=y > 0)
+
+
+def rglru_expected(case: Case, y: Tensor) -> dict[str, Tensor]:
+    """y and every gradient of an RG-LRU case in float64."""
+    drawn = rglru_float64.draw(case.shape, case.inputs[0].dtype, DEVICE)
+    with torch.no_grad():
+        return rglru_float64.reference64(drawn)
+
+
+EXPECTED: dict[str, Callable[[Case, Tensor], dict[str, Tensor]]] = {"samu": samu_expected, "rglru": rglru_expected}
+
+
+def errors_of(architecture: str, shape: Shape, dtype: torch.dtype) -> dict[str, float]:
     """Relative errors of y and every gradient against float64; infinity where two runs differ in a bit."""
-    case = samu_case(shape, True, dtype, document=300)
-    _, first, _ = draw_mixer(shape, dtype, "cuda", document=300)
-    poison = [torch.full(shape, float("nan"), device="cuda") for _ in range(4)]
+    case = CASES[architecture](shape, True, dtype)
+    poison = [torch.full(shape, float("nan"), dtype=dtype, device=DEVICE) for _ in range(4)]
     del poison
     results, again = case.forward_backward(), case.forward_backward()
-    # A state within rounding of 0 may fall on either side of the rectifier: gradients are compared on the same side.
-    inputs = dict(zip(NAMES, case.inputs, strict=True))
-    expected = mixer64(inputs, first, case.grad_y, through=results[0] > 0)
+    expected = EXPECTED[architecture](case, results[0])
     errors = {}
-    for name, value, second in zip(("y", *NAMES), results, again, strict=True):
-        error = float((value.detach().double() - expected[name]).norm() / expected[name].norm().clamp(min=1e-30))
+    for (name, truth), value, second in zip(expected.items(), results, again, strict=True):
+        error = float((value.detach().double() - truth).norm() / truth.norm().clamp(min=1e-30))
         errors[name] = error if torch.equal(value, second) else float("inf")
     return errors
 
 
-def check(architecture: str, shape: Shape) -> dict[str, dict[str, float]]:
-    """Holds a mixer to float64 at a few thousand tokens of the shape's width, float32 and bfloat16.
+def bound_of(name: str, dtype: torch.dtype) -> float:
+    """Largest relative error of y or a gradient: two roundings of a 16-bit type, or float32's at a few thousand tokens.
+
+    A scalar's gradient is one sum over every token, and may nearly cancel.
+    """
+    if dtype != torch.float32:
+        return torch.finfo(dtype).eps / 2
+    return 2e-6 if name == "y" else 2e-4 if name.endswith("amplitude") else 2e-5
+
+
+def check(architecture: str, shape: Shape, whole: bool = True) -> dict[str, dict[str, float]]:
+    """Holds a mixer to float64: float32 at up to 4,096 tokens of the shape, bfloat16 at the whole shape.
+
+    Args:
+        architecture: ``samu`` or ``rglru``.
+        shape: (B, L, W).
+        whole: False shortens the bfloat16 rows, too.
+
+    Returns:
+        Relative errors by dtype and by name of output or gradient.
 
     Raises:
         CheckFailed: an error is out of bounds, not a number, or two runs differ.
     """
-    small = (2, min(shape[1], 1500), shape[2])
-    if architecture == "samu":
-        errors = {str(d).removeprefix("torch."): samu_errors(small, d) for d in (torch.float32, torch.bfloat16)}
-    else:
-        from samu_lm.benchmarks.rglru_probe import check as rglru_errors
-
-        errors = {str(d).removeprefix("torch."): rglru_errors(small, d) for d in (torch.float32, torch.bfloat16)}
-    for dtype, found in errors.items():
-        for name, error in found.items():
-            # A scalar's gradient is one sum over every token, and may nearly cancel.
-            bound = 2e-2 if dtype == "bfloat16" else 2e-4 if name.endswith("amplitude") else 2e-5
+    short = (min(shape[0], 2), min(shape[1], 4096), shape[2])
+    found = {}
+    for dtype, size in ((torch.float32, short), (torch.bfloat16, shape if whole else short)):
+        kind = str(dtype).removeprefix("torch.")
+        found[kind] = errors = errors_of(architecture, size, dtype)
+        for name, error in errors.items():
+            bound = bound_of(name, dtype)
             if not error < bound:
-                raise CheckFailed(f"{architecture} {small} {dtype}: {name} is off by {error:.1e} (bound {bound:.0e})")
-    return errors
+                raise CheckFailed(f"{architecture} {size} {kind}: {name} is off by {error:.1e} (bound {bound:.0e})")
+    torch.cuda.empty_cache()
+    return found

@@ -21,11 +21,12 @@ def mixer_table(result: dict[str, Any]) -> str:
         f"copy ceiling {result['copy_tb_s']:.2f} TB/s; `{result['command']}`",
         "",
         "Medians in ms. forward and fwd+bwd: the host is ahead of the device, as in training; eager: one call at a "
-        "time, host work included. of copy: the least bytes that a pass must move, at the copy ceiling, over its time.",
+        "time, host work included; graph: a CUDA graph's replay. of copy: the least bytes that a pass must move, at "
+        "the copy ceiling, over its time, forward / fwd+bwd.",
         "",
         "| (B, L, W) | mixer | resets | forward | fwd+bwd | of copy | eager forward | eager backward | eager fwd+bwd "
-        "| graph fwd+bwd | peak MiB | launches |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| graph fwd+bwd | peak MiB | launches | parameters | control values per token |",
+        "|---" * 14 + "|",
     ]
     for row in result["rows"]:
         cells = [
@@ -39,6 +40,8 @@ def mixer_table(result: dict[str, Any]) -> str:
             f"{row['forward_backward_graph_ms']:.3f}",
             f"{row['peak_allocated_delta_bytes'] / MIB:.0f}",
             str(len(row["launches"])),
+            f"{row['parameters']:,}",
+            f"{row['dynamic_control_values_per_token']:,}",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

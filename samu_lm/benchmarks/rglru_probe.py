@@ -11,23 +11,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import platform
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.rglru_float64 import BLOCKS, NAMES, draw, reference64
 from samu_lm.ops import rglru_mixer
 from samu_lm.ops.common.launch import compile_only, count_launches
 from samu_lm.ops.rglru import kernel, kernel_plan
 
-BLOCKS = 16
 Shape = tuple[int, int, int]
 _TABLES = (kernel_plan.OPTIONS, kernel_plan.WIDE_OPTIONS, kernel_plan.WIDEST_OPTIONS)
 _DEFAULT_TABLES = tuple(dict(table) for table in _TABLES)
@@ -54,79 +51,6 @@ def apply_variant(variant: dict[str, Any]) -> None:
             for table in _TABLES:
                 table[name] = dataclasses.replace(table[name], **value)
     kernel_plan.clear_plans()
-
-
-def draw(shape: Shape, dtype: torch.dtype, device: str, blocks: int = BLOCKS) -> dict[str, Tensor]:
-    """Inputs as at initialisation, packed documents of about 1,000 tokens; weights already rounded to ``dtype``."""
-    batch, length, width = shape
-    w = width // blocks
-    gen = torch.Generator(device).manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=gen, device=device)
-
-    first = torch.rand(batch, length, generator=gen, device=device) < 1e-3
-    first[:, 0] = True
-    squared = 0.81 + 0.188 * torch.rand(width, generator=gen, device=device)
-    return {
-        "x": normal(*shape).to(dtype),
-        "input_gate_weight": (normal(blocks, w, w) * w**-0.5).to(dtype).float(),
-        "input_gate_bias": normal(blocks, w) * 0.3,
-        "a_gate_weight": (normal(blocks, w, w) * w**-0.5).to(dtype).float(),
-        "a_gate_bias": normal(blocks, w) * 0.3,
-        "a_param": torch.log(torch.expm1(-torch.log(squared) / 2)),
-        "first": first,
-        "grad_y": normal(*shape).to(dtype),
-    }
-
-
-def scan64(a: Tensor, v: Tensor) -> Tensor:
-    """h_t = a_t h_{t-1} + v_t along dimension 1 by doubling."""
-    distance = 1
-    while distance < a.shape[1]:
-        v = torch.cat([v[:, :distance], v[:, distance:] + a[:, distance:] * v[:, :-distance]], 1)
-        a = torch.cat([a[:, :distance], a[:, distance:] * a[:, :-distance]], 1)
-        distance *= 2
-    return v
-
-
-def reference64(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """y and every gradient in float64, from the equations."""
-    x, dy = inputs["x"].double(), inputs["grad_y"].double()
-    wi, bi, wa, ba, param = (
-        inputs[n].double() for n in ("input_gate_weight", "input_gate_bias", "a_gate_weight", "a_gate_bias", "a_param")
-    )
-    blocks, w = bi.shape
-    split = x.view(-1, blocks, w).transpose(0, 1)
-    i = torch.baddbmm(bi[:, None], split, wi).sigmoid().transpose(0, 1).reshape(x.shape)
-    r = torch.baddbmm(ba[:, None], split, wa).sigmoid().transpose(0, 1).reshape(x.shape)
-    rate = -8 * torch.nn.functional.softplus(param)
-    mask = inputs["first"][..., None]
-    a = (r * rate).exp()
-    z = -torch.expm1(2 * r * rate)
-    b = z.sqrt().masked_fill(mask, 1)
-    decay = a.masked_fill(mask, 0)
-    h = scan64(decay, b * i * x)
-    follow = torch.cat([torch.zeros_like(decay[:, :1]), decay[:, 1:].flip(1)], 1)
-    g = scan64(follow, dy.flip(1)).flip(1)
-    del follow
-    before = torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1)
-    d_log_a = g * decay * before - (g * i * x * 2 * a * a / (4 * z).clamp(min=1e-6).sqrt()).masked_fill(mask, 0)
-    d_li, d_la = g * b * x * i * (1 - i), d_log_a * rate * r * (1 - r)
-    rows_i, rows_a = (t.view(-1, blocks, w).transpose(0, 1) for t in (d_li, d_la))
-    back = torch.bmm(rows_i, wi.transpose(1, 2)) + torch.bmm(rows_a, wa.transpose(1, 2))
-    return {
-        "y": h,
-        "x": g * b * i + back.transpose(0, 1).reshape(x.shape),
-        "input_gate_weight": torch.bmm(split.transpose(1, 2), rows_i),
-        "input_gate_bias": rows_i.sum(1),
-        "a_gate_weight": torch.bmm(split.transpose(1, 2), rows_a),
-        "a_gate_bias": rows_a.sum(1),
-        "a_param": -8 * (d_log_a * r).sum((0, 1)) * param.sigmoid(),
-    }
-
-
-NAMES = ("x", "input_gate_weight", "input_gate_bias", "a_gate_weight", "a_gate_bias", "a_param")
 
 
 def run_forward(inputs: dict[str, Tensor]) -> Tensor:
@@ -158,62 +82,6 @@ def check(shape: Shape, dtype: torch.dtype, blocks: int = BLOCKS) -> dict[str, f
     return errors
 
 
-def event_median(call: Callable[[], Any], repeats: int) -> float:
-    """Median milliseconds of a call between device events."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        times.append((start, end))
-    torch.cuda.synchronize()
-    ordered = sorted(s.elapsed_time(e) for s, e in times)
-    return ordered[len(ordered) // 2]
-
-
-def graph_median(call: Callable[[], Any], repeats: int) -> float:
-    """Median milliseconds of a call replayed as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return event_median(graph.replay, repeats)
-
-
-def kernel_times(call: Callable[[], Any], repeats: int = 10) -> dict[str, float]:
-    """Milliseconds per call of every kernel by name, from the profiler."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(repeats):
-            call()
-        torch.cuda.synchronize()
-    spans: dict[str, list[float]] = defaultdict(list)
-    for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            spans[event.name.split("(")[0][:40]].append(event.device_time)
-    out = {}
-    for name, times in spans.items():
-        per_call = max(1, round(len(times) / repeats))
-        for position in range(per_call):
-            mine = sorted(times[position::per_call])
-            out[name + (f"#{position}" if per_call > 1 else "")] = mine[len(mine) // 2] / 1000
-    return out
-
-
-def copy_rate() -> float:
-    """Device copy in TB/s, bytes read plus bytes written."""
-    source = torch.empty(2**31, dtype=torch.int8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return 2 * source.numel() / (event_median(lambda: target.copy_(source), 10) * 1e9)
-
-
 def measure(shape: Shape, repeats: int, full: bool, resets: bool = True) -> dict[str, Any]:
     """Times of one shape; ``full`` adds the graph's replay, launches and peak memory."""
     inputs = draw(shape, torch.bfloat16, "cuda")
@@ -221,23 +89,17 @@ def measure(shape: Shape, repeats: int, full: bool, resets: bool = True) -> dict
         inputs["first"][:, 1:] = False
     for name in NAMES:
         inputs[name].requires_grad_()
-    out: dict[str, Any] = {"kernels": kernel_times(lambda: run_both(inputs))}
+    out: dict[str, Any] = {"kernels": timing.kernel_times(lambda: run_both(inputs))}
     if full:
         with torch.no_grad():
-            out["forward_ms"] = event_median(lambda: run_forward(inputs), repeats)
-            out["forward_graph_ms"] = graph_median(lambda: run_forward(inputs), repeats)
-        out["both_ms"] = event_median(lambda: run_both(inputs), repeats)
-        out["both_graph_ms"] = graph_median(lambda: run_both(inputs), repeats)
+            out["forward_ms"] = timing.event_median(lambda: run_forward(inputs), repeats)
+            out["forward_graph_ms"] = timing.graph_median(lambda: run_forward(inputs), repeats)
+        out["both_ms"] = timing.event_median(lambda: run_both(inputs), repeats)
+        out["both_graph_ms"] = timing.graph_median(lambda: run_both(inputs), repeats)
         with count_launches() as names:
             run_both(inputs)
         out["launches"] = names
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        keep = run_both(inputs)
-        out["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
-        del keep
+        out["peak_mib"] = timing.peak_memory(lambda: run_both(inputs))["peak_allocated_delta_bytes"] / 2**20
     return out
 
 
@@ -290,11 +152,8 @@ def main(arguments: list[str]) -> None:
         return
     report: dict[str, Any] = {
         "command": " ".join(sys.argv),
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-        "copy_tb_s": copy_rate(),
+        "environment": timing.environment(),
+        "copy_tb_s": timing.copy_rate(),
         "checks": [],
         "shapes": [],
     }
@@ -315,7 +174,7 @@ def main(arguments: list[str]) -> None:
             except Exception as error:  # a variant that does not fit the chip is a result, too
                 result = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
             row["variants"].append({"variant": variant, **result})
-            short = {k.replace("_kernel", ""): round(v, 4) for k, v in result.pop("kernels", {}).items()}
+            short = [(k.replace("_kernel", ""), round(v, 4)) for k, v in result.pop("kernels", [])]
             rest = {k: v for k, v in result.items() if k != "launches"}
             print(shape, json.dumps(variant), short, rest, f"[{time.time() - start:.1f}s]", flush=True)
         options.out.write_text(json.dumps(report, indent=1))

@@ -18,9 +18,11 @@ TABLE: tuple[Shape, ...] = (
     (1, 8192, 2560),
     (1, 32768, 2048),
 )
+# Those, and the widths of the recorded calibration.
+CALIBRATED: tuple[Shape, ...] = (*TABLE, (1, 8192, 1536), (1, 8192, 2048))
 
 
-def parse_shapes(texts: list[str] | None, default: tuple[Shape, ...] = TABLE) -> list[Shape]:
+def parse_shapes(texts: list[str] | None, default: tuple[Shape, ...] = TABLE, key: str = "--shapes") -> list[Shape]:
     """Shapes written as ``B,L,W``.
 
     Raises:
@@ -32,10 +34,10 @@ def parse_shapes(texts: list[str] | None, default: tuple[Shape, ...] = TABLE) ->
     for text in texts:
         parts = text.split(",")
         if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-            raise ConfigError("--shapes", text, "write B,L,W, three positive numbers, e.g. 1,32768,1024")
+            raise ConfigError(key, text, "write B,L,W, three positive numbers, e.g. 1,32768,1024")
         batch, length, width = map(int, parts)
         if width % 2:
-            raise ConfigError("--shapes", text, "the width must be even: channels are read as complex numbers")
+            raise ConfigError(key, text, "the width must be even: channels are read as complex numbers")
         shapes.append((batch, length, width))
     return shapes
 

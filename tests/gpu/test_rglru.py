@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samu_lm.benchmarks.rglru_probe import NAMES, draw, reference64, run_both, run_forward
+from samu_lm.benchmarks.rglru_float64 import NAMES, draw, reference64
+from samu_lm.benchmarks.rglru_probe import run_both, run_forward
 from samu_lm.ops import rglru, rglru_mixer
 from tests.ops.rglru.oracle import rglru_loop
 from tests.ops.support import RGLRU_CASE, compare_with_loop, random_reset, relative_error
