@@ -7,6 +7,7 @@ import importlib
 
 BENCHES = {
     "mixer": ("samu_lm.benchmarks.mixer", "both mixers at the recorded shapes, beside the copy ceiling"),
+    "block": ("samu_lm.benchmarks.block", "one residual block: forward, backward and optimizer step, both mixers"),
 }
 
 

@@ -1,4 +1,7 @@
-"""The mixers as benchmark cases: inputs, calls, float64 check; one object per mixer, resets on or off, and shape."""
+"""The mixers, and the convolution before them, as benchmark cases: inputs, calls, float64 check.
+
+One object per op, shape, and resets on or off.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from samu_lm.benchmarks import rglru_float64, timing
 from samu_lm.benchmarks.float64 import NAMES, draw_mixer, mixer64
 from samu_lm.errors import SamuLMError
-from samu_lm.ops import rglru_mixer, samu_mixer
+from samu_lm.ops import causal_conv1d, rglru_mixer, samu_mixer
 from samu_lm.ops.common.launch import count_launches
 
 Shape = tuple[int, int, int]
@@ -28,10 +31,10 @@ class CheckFailed(SamuLMError):
 
 @dataclass
 class Case:
-    """A mixer on a shape, ready to run.
+    """An op on a shape, ready to run.
 
     Attributes:
-        architecture: ``samu`` or ``rglru``.
+        architecture: a key of :data:`CASES`.
         shape: (B, L, W).
         resets: documents within rows, or one per row.
         inputs: the leaves, x first.
@@ -100,7 +103,19 @@ def rglru_case(shape: Shape, resets: bool, dtype: torch.dtype = torch.bfloat16) 
     )
 
 
-CASES: dict[str, Callable[..., Case]] = {"samu": samu_case, "rglru": rglru_case}
+def conv_case(shape: Shape, resets: bool, dtype: torch.dtype = torch.bfloat16) -> Case:
+    """The causal convolution of width 4 that stands before every mixer."""
+    inputs, first, grad_y = draw_mixer(shape, dtype, DEVICE, document=DOCUMENT if resets else 0)
+    weight = torch.randn(shape[2], 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    leaves = [inputs["x"], weight, weight[:, 0].clone()]
+    reset = first if resets else None
+    return Case(
+        "causal_conv1d", shape, resets, leaves, lambda: causal_conv1d(*leaves, reset=reset, backend="triton")[0], grad_y
+    )
+
+
+CASES: dict[str, Callable[..., Case]] = {"samu": samu_case, "rglru": rglru_case, "causal_conv1d": conv_case}
+MIXERS = ("rglru", "samu")
 
 
 def samu_expected(case: Case, y: Tensor) -> dict[str, Tensor]:
@@ -117,7 +132,26 @@ def rglru_expected(case: Case, y: Tensor) -> dict[str, Tensor]:
         return rglru_float64.reference64(drawn)
 
 
-EXPECTED: dict[str, Callable[[Case, Tensor], dict[str, Tensor]]] = {"samu": samu_expected, "rglru": rglru_expected}
+def conv_expected(case: Case, y: Tensor) -> dict[str, Tensor]:
+    """y and every gradient of the convolution in float64, one shift per tap."""
+    _, first, _ = draw_mixer(case.shape, case.inputs[0].dtype, DEVICE, document=DOCUMENT)
+    x, weight, bias = leaves = [t.detach().double().requires_grad_() for t in case.inputs]
+    length, taps = x.shape[1], weight.shape[1]
+    out = x * weight[:, taps - 1] + bias
+    visible = torch.ones_like(first)
+    for back in range(1, taps):
+        visible = visible & ~torch.nn.functional.pad(first, (back - 1, 0))[:, :length]
+        shifted = torch.nn.functional.pad(x, (0, 0, back, 0))[:, :length]
+        out = out + torch.where(visible[..., None], shifted, 0) * weight[:, taps - 1 - back]
+    grads = torch.autograd.grad(out, leaves, case.grad_y.double())
+    return dict(zip(("y", "x", "weight", "bias"), (out.detach(), *grads), strict=True))
+
+
+EXPECTED: dict[str, Callable[[Case, Tensor], dict[str, Tensor]]] = {
+    "samu": samu_expected,
+    "rglru": rglru_expected,
+    "causal_conv1d": conv_expected,
+}
 
 
 def errors_of(architecture: str, shape: Shape, dtype: torch.dtype) -> dict[str, float]:
@@ -144,11 +178,30 @@ def bound_of(name: str, dtype: torch.dtype) -> float:
     return 2e-6 if name == "y" else 2e-4 if name.endswith("amplitude") else 2e-5
 
 
+def hold(architecture: str, shape: Shape, dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors of y and every gradient at a shape.
+
+    Raises:
+        CheckFailed: an error is out of bounds, not a number, or two runs differ.
+    """
+    errors = errors_of(architecture, shape, dtype)
+    for name, error in errors.items():
+        bound = bound_of(name, dtype)
+        if not error < bound:
+            raise CheckFailed(f"{architecture} {shape} {dtype}: {name} is off by {error:.1e} (bound {bound:.0e})")
+    return errors
+
+
+def check_bfloat16(architecture: str, shape: Shape) -> dict[str, float]:
+    """As :func:`check`, in the type that is timed alone."""
+    return hold(architecture, shape, torch.bfloat16)
+
+
 def check(architecture: str, shape: Shape, whole: bool = True) -> dict[str, dict[str, float]]:
-    """Holds a mixer to float64: float32 at up to 4,096 tokens of the shape, bfloat16 at the whole shape.
+    """Holds an op to float64: float32 at up to 4,096 tokens of the shape, bfloat16 at the whole shape.
 
     Args:
-        architecture: ``samu`` or ``rglru``.
+        architecture: a key of :data:`CASES`.
         shape: (B, L, W).
         whole: False shortens the bfloat16 rows, too.
 
@@ -156,16 +209,12 @@ def check(architecture: str, shape: Shape, whole: bool = True) -> dict[str, dict
         Relative errors by dtype and by name of output or gradient.
 
     Raises:
-        CheckFailed: an error is out of bounds, not a number, or two runs differ.
+        CheckFailed: as :func:`hold`.
     """
     short = (min(shape[0], 2), min(shape[1], 4096), shape[2])
-    found = {}
-    for dtype, size in ((torch.float32, short), (torch.bfloat16, shape if whole else short)):
-        kind = str(dtype).removeprefix("torch.")
-        found[kind] = errors = errors_of(architecture, size, dtype)
-        for name, error in errors.items():
-            bound = bound_of(name, dtype)
-            if not error < bound:
-                raise CheckFailed(f"{architecture} {size} {kind}: {name} is off by {error:.1e} (bound {bound:.0e})")
+    found = {
+        "float32": hold(architecture, short, torch.float32),
+        "bfloat16": hold(architecture, shape if whole else short, torch.bfloat16),
+    }
     torch.cuda.empty_cache()
     return found

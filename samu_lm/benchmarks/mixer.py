@@ -16,22 +16,23 @@ import torch
 
 from samu_lm.benchmarks import timing
 from samu_lm.benchmarks.beside import default_jobs, run_beside
-from samu_lm.benchmarks.cases import CASES, PHASES, Case, Shape, check
+from samu_lm.benchmarks.cases import CASES, MIXERS, PHASES, Case, Shape, check
 from samu_lm.benchmarks.report import mixer_table, plot_mixer
 from samu_lm.benchmarks.shapes import parse_shapes, require_gpu
 from samu_lm.benchmarks.statistics import merge_rounds
 from samu_lm.errors import ConfigError
 
-# Bytes per element of [B, L, W] that no implementation can avoid, bfloat16: read x, write y; then read x, y and the
-# incoming gradient, write the gradient of x.
-FORWARD_BYTES, BOTH_BYTES = 4, 12
+# Bytes per element of [B, L, W] that no implementation can avoid, bfloat16, forward and with the backward pass. Mixers
+# read x and write y; then they read x, y and the incoming gradient and write the gradient of x. The convolution's
+# backward pass needs no y.
+BYTES = {"samu": (4, 12), "rglru": (4, 12), "causal_conv1d": (4, 10)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``samu-lm bench mixer``."""
     parser.epilog = "example: samu-lm bench mixer --shapes 1,131072,1024 --output mixer.json"
     parser.add_argument("--shapes", nargs="+", metavar="B,L,W", help="default: the shapes of the recorded tables")
-    parser.add_argument("--architectures", nargs="+", choices=sorted(CASES), default=["rglru", "samu"])
+    parser.add_argument("--architectures", nargs="+", choices=sorted(CASES), default=list(MIXERS))
     parser.add_argument("--rounds", type=int, default=2, help="rounds; every second one runs in reverse order")
     parser.add_argument("--repeats", type=int, default=5, help="samples per round and phase")
     parser.add_argument(
@@ -58,19 +59,20 @@ def _row(case: Case, rounds: list[dict[str, Any]], ceiling: float) -> dict[str, 
         **timing.peak_memory(case.forward_backward),
         "parameters": case.parameters,
         "parameter_bytes": 4 * case.parameters,
-        "dynamic_control_values_per_token": 2 if case.architecture == "samu" else 2 * width,
+        "dynamic_control_values_per_token": {"samu": 2, "rglru": 2 * width}.get(case.architecture, 0),
         "materialized_state_sized_transition": False,
         "launches": case.launches(),
         "host_ms": timing.host_time(case.forward_backward),
+        "kernels_ms": timing.kernel_times(case.forward_backward),
         "forward_queued_ms": timing.queued_median(case.forward),
         "forward_backward_queued_ms": queued,
         "forward_backward_graph_ms": timing.graph_median(case.forward_backward),
     }
     elements = batch * length * width
-    floor = elements * BOTH_BYTES / (ceiling * 1e9)
-    row["floor_forward_ms"], row["floor_forward_backward_ms"] = floor * FORWARD_BYTES / BOTH_BYTES, floor
+    floors = [elements * count / (ceiling * 1e9) for count in BYTES[case.architecture]]
+    row["floor_forward_ms"], row["floor_forward_backward_ms"] = floors
     row["forward_fraction_of_copy"] = row["floor_forward_ms"] / row["forward_queued_ms"]
-    row["forward_backward_fraction_of_copy"] = floor / queued
+    row["forward_backward_fraction_of_copy"] = floors[1] / queued
     return row
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 MIB = 2**20
+MIXERS = ("rglru", "samu")
 
 
 def _shape(row: dict[str, Any]) -> str:
@@ -54,7 +55,8 @@ def plot_mixer(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in result["rows"] if row["resets"] == "internal"]
+    rows = [row for row in result["rows"] if row["resets"] == "internal" and row["architecture"] in MIXERS]
+    rows = rows or [row for row in result["rows"] if row["resets"] == "internal"]
     shapes = list(dict.fromkeys(_shape(row) for row in rows))
     names = list(dict.fromkeys(row["architecture"] for row in rows))
     figure, axes = pyplot.subplots(figsize=(1.6 + 1.3 * len(shapes), 4))
@@ -63,7 +65,7 @@ def plot_mixer(result: dict[str, Any], path: Path) -> None:
         heights = {_shape(row): row["forward_backward_queued_ms"] for row in rows if row["architecture"] == name}
         axes.bar([x + i * wide for x in range(len(shapes))], [heights.get(s, 0.0) for s in shapes], wide, label=name)
     floors = {_shape(row): row["floor_forward_backward_ms"] for row in rows}
-    for x, shape in enumerate(shapes):
+    for x, shape in enumerate(shapes):  # the mixers' floor is the same for both
         axes.hlines(floors[shape], x - wide / 2, x + len(names) * wide - wide / 2, colors="black")
     axes.hlines([], 0, 0, colors="black", label="copy floor")
     axes.set_yscale("log")

@@ -114,10 +114,10 @@ def warm(jobs: list[tuple[dict[str, Any], Shape, torch.dtype, int]]) -> None:
             first = torch.empty(batch, length, dtype=torch.bool)
             if kernel.fits(w, dtype):
                 gates = (weight, bias, weight, bias, param)
-                y, _, saved = kernel._mixer(x, *gates, first, None, True)
+                y, _, saved = kernel._mixer(x, *gates, first, None, True, "")
                 kernel._mixer_backward(y, None, saved, x, *gates, first, False)
             else:
-                y, _, saved = kernel._scan(x, x, x, param, first, None, True)
+                y, _, saved = kernel._scan(x, x, x, param, first, None, True, "")
                 kernel._scan_backward(y, None, saved, x, x, x, param, first, False)
 
 

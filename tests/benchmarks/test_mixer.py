@@ -44,6 +44,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     sizes = (*sizes, "baseline_allocated", "baseline_reserved")
     monkeypatch.setattr(timing, "peak_memory", lambda call: {f"{size}_bytes": 2**20 for size in sizes})
     monkeypatch.setattr(timing, "copy_rate", lambda: 4.0)
+    monkeypatch.setattr(timing, "kernel_times", lambda call: [("kernel", 1.0)])
     return clocked
 
 

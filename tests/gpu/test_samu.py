@@ -9,6 +9,7 @@ from torch import Tensor
 from samu_lm.benchmarks.float64 import NAMES, draw_mixer, mixer64
 from samu_lm.ops import causal_conv1d, samu_mixer
 from samu_lm.ops.samu import kernel_backward
+from samu_lm.ops.samu.kernel_plan import Plan, use_plan
 from tests.ops.samu.test_kernel import compare, draw, loop
 from tests.ops.support import relative_error
 
@@ -62,6 +63,32 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert relative_error(other[:, -tail:], one) < 1e-2, name
     assert not whole[1][:, :-tail].any()
     assert relative_error(whole[3], alone[3]) < 1e-4
+
+
+def test_more_than_65535_chunks() -> None:
+    """Chunks of 16 tokens, 65,700 of them: the last document has the bits that it has alone, as its chunks do."""
+    length, tail = 16 * 65_700, 4096
+    inputs, first, _ = draw_mixer((1, tail, WIDTH), torch.float32, "cuda", document=300)
+    x = torch.randn(1, length, WIDTH, device="cuda")
+    x[:, -tail:] = inputs["x"]
+    reset = torch.rand(1, length, device="cuda") < 1e-3
+    reset[:, -tail:] = first
+    grad_y = torch.randn_like(x)
+    with use_plan(Plan(chunk=16, group=128)):
+        alone = both(inputs, first, grad_y[:, -tail:].contiguous())
+        whole = both({**inputs, "x": x}, reset, grad_y)
+    for name, one, other in zip(("y", "x"), alone, whole, strict=False):
+        assert relative_error(other[:, -tail:], one) < 1e-5, name
+
+
+@pytest.mark.parametrize("document", [0, 1000], ids=["one document", "packed"])
+def test_float32_at_131072_tokens(document: int) -> None:
+    """Within 1e-4 of float64 still, outputs and gradients."""
+    inputs, first, grad_y = draw_mixer((1, 131_072, 256), torch.float32, "cuda", document=document)
+    results = both(inputs, first if document else None, grad_y)
+    expected = mixer64(inputs, first, grad_y, through=results[0] > 0)
+    for name, value in zip(("y", *NAMES), results, strict=True):
+        assert relative_error(value, expected[name]) < 1e-4, name
 
 
 def test_compiled_without_a_break_and_without_recompiling_for_other_documents() -> None:

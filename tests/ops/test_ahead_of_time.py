@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,7 @@ with use_plan(plan), compile_only() as compiled:
     y, final, kept = passes.mixer_forward(x, parameters, first, state, True)
     passes.mixer_backward(y, final if state is not None else None, x, parameters, kept, state is not None)
     if options["given"]:
+        passes.mixer_forward(x[:, :1], parameters, first, state, False)
         eta = hollow(batch, length)
         y, final, kept = passes.scan_forward(x, eta, eta, *vectors[:2], first, state, True)
         passes.scan_backward(y, None, x, *vectors[:2], kept, state is not None)
@@ -76,42 +79,45 @@ def compile_apart(program: str, *arguments: str) -> dict[str, int]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+CASES: dict[str, tuple[dict[str, object], str]] = {
+    "as dispatched": (
+        {"shape": [1, 131072, 1024], "dtype": "bfloat16", "resets": True, "state": False, "given": False, "plan": None},
+        "spectrum_table group_states carries outputs chunk_adjoints gradients parameter_gradients",
+    ),
+    "every path": (
+        {"shape": [3, 1001, 70], "dtype": "float32", "resets": False, "state": True, "given": True}
+        | {"plan": {"chunk": 16, "group": 8, "block": 32, "gradient_block": 32}},
+        "controls chunk_states given_controls public_controls rank_two scan_token_gradients step",
+    ),
+    "one pass": (
+        {"shape": [2, 500, 130], "dtype": "float16", "resets": True, "state": True, "given": False}
+        | {"plan": {"chunk": 32, "save_every": 16, "fused": True, "fused_controls": True}},
+        "controls_and_states gradients",
+    ),
+}
+CONVOLUTIONS = "conv conv_gradients conv_parameters"
+# tests/ops/rglru/test_kernel_ahead_of_time.py
+RGLRU = "forward summary gradient projection reduce"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "kernels"),
-    [
-        (
-            {"shape": [1, 131072, 1024], "dtype": "bfloat16", "resets": True, "state": False, "given": False},
-            {
-                "spectrum_table",
-                "group_states",
-                "carries",
-                "outputs",
-                "chunk_adjoints",
-                "gradients",
-                "parameter_gradients",
-            },
-        ),
-        (
-            {"shape": [3, 1001, 70], "dtype": "float32", "resets": False, "state": True, "given": True}
-            | {"plan": {"chunk": 16, "group": 8, "block": 32, "gradient_block": 32}},
-            {"controls", "chunk_states", "given_controls", "public_controls", "rank_two", "scan_token_gradients"},
-        ),
-        (
-            {"shape": [2, 500, 130], "dtype": "float16", "resets": True, "state": True, "given": False}
-            | {"plan": {"chunk": 32, "save_every": 16, "fused": True, "fused_controls": True}},
-            {"controls_and_states", "gradients"},
-        ),
-    ],
-    ids=["as dispatched", "every path", "one pass"],
-)
-def test_mixer_compiles(case: dict[str, object], kernels: set[str]) -> None:
-    shared = compile_apart(MIXER, json.dumps({"plan": None} | case))
-    assert {f"{name}_kernel" for name in kernels} <= set(shared)
+@pytest.mark.parametrize(("case", "kernels"), CASES.values(), ids=CASES.keys())
+def test_mixer_compiles(case: dict[str, object], kernels: str) -> None:
+    shared = compile_apart(MIXER, json.dumps(case))
+    assert {f"{name}_kernel" for name in kernels.split()} <= set(shared)
     assert all(size <= SHARED_MEMORY for size in shared.values()), shared
 
 
 @pytest.mark.slow
 def test_convolution_compiles() -> None:
     shared = compile_apart(CONVOLUTION)
-    assert set(shared) == {"conv_kernel", "conv_gradients_kernel", "conv_parameters_kernel"}
+    assert set(shared) == {f"{name}_kernel" for name in CONVOLUTIONS.split()}
+
+
+def test_no_kernel_is_left_out() -> None:
+    covered = " ".join([*(kernels for _, kernels in CASES.values()), CONVOLUTIONS, RGLRU])
+    sources = (Path(__file__).parents[2] / "samu_lm" / "ops").rglob("kernel*.py")
+    found = {
+        name for source in sources for name in re.findall(r"^def (\w+)_kernel\(", source.read_text(), re.MULTILINE)
+    }
+    assert found == set(covered.split())

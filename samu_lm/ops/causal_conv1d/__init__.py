@@ -48,11 +48,14 @@ def causal_conv1d(
     if initial_state is not None:
         check_shape(initial_state, (batch, taps - 1, width), "initial_state", like=x)
     chosen = choose_backend("causal_conv1d", backend, x)
-    first = first_token_mask(reset, initial_state)
     if chosen == "triton" and x.numel():
         from samu_lm.ops.causal_conv1d.kernel import causal_conv1d as run
+
+        first = reset  # nothing precedes a fresh row, whether or not its first token is marked
     else:
         from samu_lm.ops.causal_conv1d.reference import causal_conv1d as run
+
+        first = first_token_mask(reset, initial_state)
     y, final_state = run(x, weight, bias, first, initial_state)
     return y, final_state if output_final_state else None
 

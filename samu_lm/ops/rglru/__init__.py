@@ -65,9 +65,12 @@ def rglru(
         return x.clone(), state if output_final_state else None
     if chosen == "triton":
         from samu_lm.ops.rglru.kernel import rglru_scan as run
+
+        first = reset  # the kernels add a fresh row's first token themselves
     else:
         from samu_lm.ops.rglru.reference import rglru_scan as run
-    first = first_token_mask(reset, initial_state)
+
+        first = first_token_mask(reset, initial_state)
     y, final_state = run(x, input_gate_logits, a_gate_logits, a_param, first, initial_state)
     return y, final_state if output_final_state else None
 
@@ -112,8 +115,7 @@ def rglru_mixer(
 
         if kernel.fits(w, x.dtype):
             gates = (input_gate_weight, input_gate_bias, a_gate_weight, a_gate_bias)
-            first = first_token_mask(reset, initial_state)
-            y, final_state = kernel.rglru_mixer(x, *gates, a_param, first, initial_state)
+            y, final_state = kernel.rglru_mixer(x, *gates, a_param, reset, initial_state)
             return y, final_state if output_final_state else None
     from samu_lm.ops.rglru.reference import block_diagonal_linear
 

@@ -7,12 +7,14 @@ gives the same bits on every run.
 Legend: B rows, L tokens, W width, H gate blocks of w = W/H channels.
 """
 
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from samu_lm.ops.common.replay import is_plain
+from samu_lm.ops.common.signature import signature_of
 from samu_lm.ops.rglru.kernel_launch import Gates, Gradients, backward, forward, parameter_sizes
 from samu_lm.ops.rglru.kernel_plan import (
     OPERANDS,
@@ -26,6 +28,10 @@ from samu_lm.ops.rglru.kernel_plan import (
 
 # The schemas are inferred from the annotations, which must spell Optional out.
 # ruff: noqa: UP045
+
+
+# What decides the sizes of kept buffers, for compiled graphs.
+SIGNATURE = signature_of(Path(__file__).parent)
 
 
 def _problem(x: Tensor, w: int, first: bool, state: bool) -> Problem:
@@ -57,6 +63,7 @@ def _mixer(
     first: Optional[Tensor],
     initial_state: Optional[Tensor],
     save: bool,
+    signature: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem = _problem(x, input_gate_weight.shape[1], first is not None, initial_state is not None)
     gates = Gates(input_gate_weight, input_gate_bias, a_gate_weight, a_gate_bias)
@@ -64,7 +71,9 @@ def _mixer(
 
 
 @_mixer.register_fake
-def _(x, input_gate_weight, input_gate_bias, a_gate_weight, a_gate_bias, a_param, first, initial_state, save):
+def _(
+    x, input_gate_weight, input_gate_bias, a_gate_weight, a_gate_bias, a_param, first, initial_state, save, signature,
+):  # fmt: skip
     return _fake_forward(x, mixer_tiling(input_gate_weight.shape[1]).T, save)
 
 
@@ -132,7 +141,7 @@ def _differentiate_mixer(ctx: Any, grad_y: Tensor | None, grad_final_state: Tens
     *tensors, saved = ctx.saved_tensors
     grad_y = torch.zeros_like(tensors[0]) if grad_y is None else grad_y
     grads = _mixer_backward(grad_y, grad_final_state, saved, *tensors, ctx.state_dtype is not None)
-    return *_arrange(ctx, grads, tensors), None
+    return *_arrange(ctx, grads, tensors), None, None
 
 
 _mixer.register_autograd(_differentiate_mixer, setup_context=_save_mixer)
@@ -169,6 +178,7 @@ def _scan(
     first: Optional[Tensor],
     initial_state: Optional[Tensor],
     save: bool,
+    signature: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem = _problem(x, 0, first is not None, initial_state is not None)
     gates = Gates(input_gate_logits, None, a_gate_logits, None)
@@ -176,7 +186,7 @@ def _scan(
 
 
 @_scan.register_fake
-def _(x, input_gate_logits, a_gate_logits, a_param, first, initial_state, save):
+def _(x, input_gate_logits, a_gate_logits, a_param, first, initial_state, save, signature):
     return _fake_forward(x, logits_tiling().T, save)
 
 
@@ -226,7 +236,7 @@ def _differentiate_scan(ctx: Any, grad_y: Tensor | None, grad_final_state: Tenso
         grad_y, grad_final_state, saved, *tensors, ctx.state_dtype is not None
     )
     state = None if ctx.state_dtype is None else grad_state.to(ctx.state_dtype)
-    return grad_x, _like(grad_li, li), _like(grad_la, la), _like(grad_param, a_param), None, state, None
+    return grad_x, _like(grad_li, li), _like(grad_la, la), _like(grad_param, a_param), None, state, None, None
 
 
 _scan.register_autograd(_differentiate_scan, setup_context=_save_scan)
@@ -247,14 +257,14 @@ def rglru_scan(
 ) -> tuple[Tensor, Tensor]:
     """The gated recurrence from logits; see :func:`samu_lm.ops.rglru`. Returns y and the final state.
 
-    Without ``first`` only token 0 is a first token, and only where no initial state is given.
+    Token 0 is a first token where no initial state is given, whatever ``first`` says.
 
     Raises:
         TypeError: x has a type that the kernels do not take.
     """
     _check_kernel_type(x)
     save = _wants_gradient(x, input_gate_logits, a_gate_logits, a_param, initial_state)
-    y, final_state, _ = _scan(x, input_gate_logits, a_gate_logits, a_param, first, initial_state, save)
+    y, final_state, _ = _scan(x, input_gate_logits, a_gate_logits, a_param, first, initial_state, save, SIGNATURE)
     return y, final_state
 
 
@@ -288,5 +298,5 @@ def rglru_mixer(
             return _EagerMixer.apply(*inputs)
         problem = _problem(x, w, first is not None, initial_state is not None)
         return forward(problem, x, Gates(*inputs[1:5]), a_param, first, initial_state, False)[:2]
-    y, final_state, _ = _mixer(*inputs, save)
+    y, final_state, _ = _mixer(*inputs, save, SIGNATURE)
     return y, final_state

@@ -100,19 +100,24 @@ def needs_selects(first, row_tokens, t0, tokens, T: tl.constexpr, HAS_FIRST: tl.
         n = tl.arange(0, T)
         marks = tl.load(first + row_tokens + n, mask=n < tokens, other=0).to(tl.int32)
         selects = selects | (tl.max(marks, 0) > 0)
-    elif not HAS_STATE:
+    if not HAS_STATE:
         selects = selects | (t0 == 0)
     return selects
 
 
 @triton.jit
 def first_tokens(first, row_tokens, t0, tok, tokens, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr):
-    """Which of the tile's tokens are first tokens: bool ``[T]`` in the order of ``tok``."""
-    if HAS_FIRST:
-        return tl.load(first + row_tokens + tok, mask=tok < tokens, other=0).to(tl.int32) > 0
+    """Which of the tile's tokens are first tokens: bool ``[T]`` in the order of ``tok``.
+
+    Token 0 of a row without an initial state is one, whatever the mask says.
+    """
     if HAS_STATE:
-        return tok < 0
-    return t0 + tok == 0
+        starts = tok < 0
+    else:
+        starts = t0 + tok == 0
+    if HAS_FIRST:
+        starts = starts | (tl.load(first + row_tokens + tok, mask=tok < tokens, other=0).to(tl.int32) > 0)
+    return starts
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samu_lm.ops.common.replay import is_plain
 from samu_lm.ops.samu import kernel_passes as passes
+from samu_lm.ops.samu.kernel_plan import signature
 
 # The schemas are inferred from the annotations, which must spell Optional out.
 # ruff: noqa: UP045
@@ -39,6 +40,7 @@ def _mixer(
     first: Optional[Tensor],
     initial_state: Optional[Tensor],
     save: bool,
+    signature: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     parameters = passes.Parameters(
         nu_log, theta_log, phase_direction, radial_direction, phase_amplitude, radial_amplitude
@@ -48,7 +50,9 @@ def _mixer(
 
 
 @_mixer.register_fake
-def _(x, nu_log, theta_log, phase_direction, radial_direction, phase_amplitude, radial_amplitude, first, initial, save):
+def _(x, nu_log, theta_log, phase_direction, radial_direction, phase_amplitude, radial_amplitude, first, initial, save,
+    signature,
+):  # fmt: skip
     return passes.fake_forward(x, save, given=False)
 
 
@@ -80,7 +84,7 @@ def _(grad_y, grad_final, x, nu_log, theta_log, phase, radial, phase_amplitude, 
 
 
 def _save_mixer(ctx, inputs, output):
-    x, *parameters, _first, initial_state, _save = inputs
+    x, *parameters, _first, initial_state, _save, _signature = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(x, *parameters, output[2])
@@ -111,7 +115,7 @@ def _differentiate_mixer(ctx, grad_y, grad_final_state, _grad_saved):
         return _mixer_backward(grad_y, grad_final_state, x, *parameters, saved, has_initial)
 
     *grads, grad_initial = _mixer_gradients(ctx, grad_y, grad_final_state, backward)
-    return *grads, None, grad_initial, None
+    return *grads, None, grad_initial, None, None
 
 
 _mixer.register_autograd(_differentiate_mixer, setup_context=_save_mixer)
@@ -149,13 +153,14 @@ def _scan(
     first: Optional[Tensor],
     initial_state: Optional[Tensor],
     save: bool,
+    signature: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, final_state, kept = passes.scan_forward(x, eta, delta, nu_log, theta_log, first, initial_state, save)
     return y, final_state, kept if save else x.new_empty(0, dtype=torch.float32)
 
 
 @_scan.register_fake
-def _(x, eta, delta, nu_log, theta_log, first, initial_state, save):
+def _(x, eta, delta, nu_log, theta_log, first, initial_state, save, signature):
     return passes.fake_forward(x, save, given=True)
 
 
@@ -182,7 +187,7 @@ def _(grad_y, grad_final_state, x, nu_log, theta_log, saved, has_initial):
 
 
 def _save_scan(ctx, inputs, output):
-    x, eta, delta, nu_log, theta_log, _first, initial_state, _save = inputs
+    x, eta, delta, nu_log, theta_log, _first, initial_state, _save, _signature = inputs
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(x, nu_log, theta_log, output[2])
@@ -206,6 +211,7 @@ def _differentiate_scan(ctx, grad_y, grad_final_state, _grad_saved):
         packed[modes:].to(theta_log.dtype),
         None,
         None if initial_dtype is None else grad_initial.to(initial_dtype),
+        None,
         None,
     )
 
@@ -265,7 +271,7 @@ def samu_scan(
 ) -> tuple[Tensor, Tensor]:
     """The recurrence from given controls; see :func:`samu_lm.ops.samu`. Returns y and the final state."""
     save = _wants_gradient(x, eta, delta, nu_log, theta_log, initial_state)
-    y, final_state, _ = _scan(x, eta, delta, nu_log, theta_log, first, initial_state, save)
+    y, final_state, _ = _scan(x, eta, delta, nu_log, theta_log, first, initial_state, save, signature())
     return y, final_state
 
 
@@ -295,5 +301,5 @@ def samu_mixer(
         if save:
             return _EagerMixer.apply(x, *parameters, first, initial_state)
         return passes.mixer_forward(x, passes.Parameters(*parameters), first, initial_state, False)[:2]
-    y, final_state, _ = _mixer(x, *parameters, first, initial_state, save)
+    y, final_state, _ = _mixer(x, *parameters, first, initial_state, save, signature())
     return y, final_state

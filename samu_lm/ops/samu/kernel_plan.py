@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from samu_lm.ops.common import dispatch
 from samu_lm.ops.common.launch import next_power_of_two
+from samu_lm.ops.common.signature import signature_of
 
 # The op's name in calibration records.
 OP = "samu_mixer"
@@ -89,22 +91,30 @@ def _warps(planned_block: int, planned_warps: int, block: int) -> int:
 
 
 _override: Plan | None = None
+_BASE = signature_of(Path(__file__).parent, Path(dispatch.__file__), dispatch.record_path(OP))
+_signature = _BASE
 
 
 @contextlib.contextmanager
 def use_plan(plan: Plan) -> Iterator[None]:
     """Within the block, every problem is cut by ``plan`` (forward and backward must run under the same one)."""
-    global _override
-    before, _override = _override, plan
+    global _override, _signature
+    before = _override, _signature
+    _override, _signature = plan, f"{_BASE} {plan}"
     try:
         yield
     finally:
-        _override = before
+        _override, _signature = before
 
 
 def override() -> Plan | None:
     """The plan of :func:`use_plan` in force."""
     return _override
+
+
+def signature() -> str:
+    """What decides the sizes of kept buffers, for compiled graphs (see ``ops.common.signature``)."""
+    return _signature
 
 
 def default_plan(batch: int, length: int, width: int) -> Plan:

@@ -232,10 +232,10 @@ def test_registration(with_mask: bool) -> None:
     reset = random_reset(1, 20).to(DEVICE) if with_mask else None
     state = None if with_mask else state_for(inputs)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(kernel._mixer, (*inputs.values(), reset, state, True), test_utils=tests)
+    torch.library.opcheck(kernel._mixer, (*inputs.values(), reset, state, True, ""), test_utils=tests)
     x, a_param = inputs["x"], inputs["a_param"]
     logits = torch.randn_like(x).requires_grad_()
-    torch.library.opcheck(kernel._scan, (x, logits, logits, a_param, reset, state, True), test_utils=tests)
+    torch.library.opcheck(kernel._scan, (x, logits, logits, a_param, reset, state, True, ""), test_utils=tests)
 
 
 def test_compiles_once_without_a_break() -> None:

@@ -30,10 +30,10 @@ a_param = torch.empty(width)
 with compile_only() as compiled:
     if w:
         gates = [torch.empty(blocks, w, w), torch.empty(blocks, w)] * 2
-        y, final, saved = kernel._mixer(x, *gates, a_param, mask, initial, True)
+        y, final, saved = kernel._mixer(x, *gates, a_param, mask, initial, True, "")
         kernel._mixer_backward(y, final, saved, x, *gates, a_param, mask, state)
     else:
-        y, final, saved = kernel._scan(x, x, x, a_param, mask, initial, True)
+        y, final, saved = kernel._scan(x, x, x, a_param, mask, initial, True, "")
         kernel._scan_backward(y, final, saved, x, x, x, a_param, mask, state)
 print(json.dumps([(name, k.metadata.shared, k.asm["ptx"].count("wgmma.mma_async")) for name, k in compiled]))
 """

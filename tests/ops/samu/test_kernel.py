@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from samu_lm.ops import samu_controls, samu_mixer
+from samu_lm.ops import causal_conv1d, samu_controls, samu_mixer
 from samu_lm.ops.common.launch import count_launches
 from samu_lm.ops.samu.kernel_plan import Plan, use_plan
 from tests.ops.samu.oracle import controls, samu_loop
-from tests.ops.support import SAMU_CASE, compare_with_loop, gradients, random_reset, relative_error
+from tests.ops.support import SAMU_CASE, compare_with_loop, gradients, random_reset, relative_error, reset_of_lengths
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -182,7 +182,7 @@ def test_nothing_is_kept_without_gradients() -> None:
     from samu_lm.ops.samu import kernel
 
     inputs = {name: t.detach() for name, t in draw(1, 40, 12).items()}
-    y, _, saved = kernel._mixer(*inputs.values(), None, None, False)
+    y, _, saved = kernel._mixer(*inputs.values(), None, None, False, "")
     assert saved.numel() == 0
     assert torch.isfinite(y).all()
 
@@ -204,10 +204,10 @@ def test_registration() -> None:
     inputs = draw(1, 20, 8)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     with use_plan(PLANS["plain"]):
-        torch.library.opcheck(kernel._mixer, (*inputs.values(), None, None, True), test_utils=tests)
+        torch.library.opcheck(kernel._mixer, (*inputs.values(), None, None, True, ""), test_utils=tests)
         torch.library.opcheck(kernel._controls, tuple(inputs[n] for n in ("x", *NAMES[2:])), test_utils=tests)
         eta = torch.randn(1, 20, device=DEVICE).requires_grad_()
-        args = (inputs["x"], eta, eta, inputs["nu_log"], inputs["theta_log"], None, None, True)
+        args = (inputs["x"], eta, eta, inputs["nu_log"], inputs["theta_log"], None, None, True, "")
         torch.library.opcheck(kernel._scan, args, test_utils=tests)
 
 
@@ -227,3 +227,30 @@ def test_one_token_step(width: int) -> None:
         assert final is not None
         for value, truth in zip((y, final), loop(inputs, reset, clean), strict=True):
             assert relative_error(value, truth) < 1e-6
+
+
+def test_compiles_once_without_a_break() -> None:
+    """One graph for convolution and mixer, whatever the number of documents; values as in the eager call."""
+    inputs = {name: t.detach() for name, t in draw(1, 24, 8).items()}
+    weight, bias = torch.randn(8, 4, device=DEVICE), torch.randn(8, device=DEVICE)
+    compiled_graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        nonlocal compiled_graphs
+        compiled_graphs += 1
+        return graph
+
+    def call(x: Tensor, reset: Tensor) -> Tensor:
+        x, _ = causal_conv1d(x, weight, bias, reset=reset, backend="triton")
+        return samu_mixer(**{**inputs, "x": x}, reset=reset, backend="triton")[0]
+
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for lengths in ([24], [3, 21], [1, 1, 9, 13]):
+        reset = reset_of_lengths(lengths).to(DEVICE)
+        assert torch.equal(compiled(inputs["x"], reset), call(inputs["x"], reset))
+    assert compiled_graphs == 1
+    with use_plan(PLANS["plain"]):
+        compiled(inputs["x"], reset)
+    assert compiled_graphs == 2, (
+        "graphs on the disk hold the sizes of kept buffers, so that a plan must be in their key"
+    )

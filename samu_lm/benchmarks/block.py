@@ -1,0 +1,215 @@
+"""``samu-lm bench block``: one residual block's whole training step, forward, backward and fused AdamW.
+
+Shapes: x ``[B, L, D]`` bfloat16, a leaf whose gradient is taken; parameters and carry float32, the block under bfloat16
+autocast. Documents of 1,024 tokens on average. The JSON keeps the fields of the recorded table (schema 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.beside import default_jobs, run_beside
+from samu_lm.benchmarks.cases import DOCUMENT, MIXERS, CheckFailed
+from samu_lm.benchmarks.report import MIB
+from samu_lm.benchmarks.shapes import require_gpu
+from samu_lm.benchmarks.statistics import summary
+from samu_lm.errors import ConfigError
+from samu_lm.model import RecurrentBlock
+
+DEVICE = "cuda"
+# Rows and tokens of the check.
+CHECKED = (2, 600)
+
+
+class Size(NamedTuple):
+    """A case: rows, tokens per row, and the block's sizes."""
+
+    batch: int
+    length: int
+    width: int
+    rnn_width: int
+    depth: int
+
+
+SIZES = {
+    "state2048_short": Size(4, 2048, 2048, 2048, 1),
+    "state2560_medium": Size(1, 8192, 2560, 2560, 1),
+    "400m_block_long": Size(1, 32768, 1536, 2048, 12),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of ``samu-lm bench block``."""
+    parser.epilog = "example: samu-lm bench block --cases 400m_block_long --output block.json"
+    parser.add_argument("--cases", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--architectures", nargs="+", choices=MIXERS, default=list(MIXERS))
+    parser.add_argument("--rounds", type=int, default=2, help="rounds; every second one runs in reverse order")
+    parser.add_argument("--repeats", type=int, default=5, help="samples per round")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument(
+        "--jobs", type=int, default=default_jobs(), help="processes that compile before the clock starts"
+    )
+    parser.add_argument("--output", type=Path, default=Path("block.json"), help="JSON; table (.md) beside")
+
+
+class Step:
+    """A block with its optimizer, ready to take steps.
+
+    Args:
+        size: sizes of the case.
+        mixer: ``samu`` or ``rglru``.
+        compiled: run the block under torch.compile.
+        backend: of the ops.
+    """
+
+    def __init__(self, size: Size, mixer: str, compiled: bool, backend: str = "auto") -> None:
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            self.block = RecurrentBlock(size.width, size.rnn_width, mixer, size.depth, backend=backend)
+            self.x = torch.randn(size.batch, size.length, size.width, dtype=torch.bfloat16).requires_grad_()
+            self.reset = torch.rand(size.batch, size.length) < 1 / DOCUMENT
+            self.grad = torch.randn_like(self.x)
+        self.optimizer = torch.optim.AdamW(self.block.parameters(), fused=True)
+        self.run: Callable[..., Any] = torch.compile(self.block, dynamic=False) if compiled else self.block
+
+    def gradients(self) -> tuple[Tensor, list[Tensor]]:
+        """The output, and the gradients of x and of every parameter; left in ``grad`` as well."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.x.grad = None
+        with torch.autocast(DEVICE, torch.bfloat16):
+            y = self.run(self.x, self.reset)
+        y.backward(self.grad)
+        return y, [t.grad for t in (self.x, *self.block.parameters()) if t.grad is not None]
+
+    def __call__(self) -> None:
+        """Forward, backward, optimizer update."""
+        self.gradients()
+        self.optimizer.step()
+
+
+def check(size: Size, mixer: str, compiled: bool) -> dict[str, float]:
+    """Holds the block on its kernels to the plain PyTorch definition, at the case's widths and a few hundred tokens.
+
+    Returns:
+        The largest difference of y and of every gradient, over the largest value.
+
+    Raises:
+        CheckFailed: one is off by more than a few roundings of bfloat16, which both make, in another order.
+    """
+    small = size._replace(batch=CHECKED[0], length=CHECKED[1])
+    results = []
+    for backend in ("triton", "reference"):
+        step = Step(small, mixer, compiled and backend == "triton", backend)
+        y, grads = step.gradients()
+        names = ["y", "x", *(name for name, _ in step.block.named_parameters())]
+        results.append(dict(zip(names, [y.detach(), *grads], strict=True)))
+    errors = {}
+    for name, value in results[0].items():
+        truth = results[1][name].double()
+        errors[name] = float((value.double() - truth).norm() / truth.norm().clamp(min=1e-30))
+        bound = 0.1 if name.endswith("amplitude") else 2e-2
+        if not errors[name] < bound:
+            raise CheckFailed(f"{mixer} {tuple(small)}: {name} is off by {errors[name]:.1e} (bound {bound:.0e})")
+    return errors
+
+
+def compile_case(item: tuple[str, str, bool]) -> None:
+    """Compiles everything that a case runs, its check included."""
+    name, mixer, compiled = item
+    check(SIZES[name], mixer, compiled)
+    Step(SIZES[name], mixer, compiled)()
+
+
+def measure(name: str, mixers: list[str], rounds: int, repeats: int, compiled: bool) -> dict[str, Any]:
+    """A case's rows, one per mixer, in counterbalanced order."""
+    size = SIZES[name]
+    torch._dynamo.reset()  # the sizes of earlier cases are of no use, and count against the limit of recompilations
+    errors = {mixer: check(size, mixer, compiled) for mixer in mixers}
+    steps = {mixer: Step(size, mixer, compiled) for mixer in mixers}
+    for step in steps.values():
+        step()
+    samples: dict[str, list[float]] = {mixer: [] for mixer in mixers}
+    for number in range(rounds):
+        for mixer in mixers if number % 2 == 0 else mixers[::-1]:
+            samples[mixer] += timing.event_samples(steps[mixer], repeats)
+    rows = []
+    for mixer in mixers:
+        times = summary(samples[mixer])
+        times["mad_ms"] = statistics.median(abs(s - times["median_ms"]) for s in samples[mixer])
+        rows.append(
+            {
+                "architecture": mixer,
+                "backend": "triton, torch.compile" if compiled else "triton",
+                "controller": "fused" if mixer == "samu" else None,
+                "resets": "internal",
+                "optimizer_step": times,
+                **timing.peak_memory(steps[mixer]),
+                "parameters": sum(p.numel() for p in steps[mixer].block.parameters()),
+                "errors": errors[mixer],
+            }
+        )
+    config = {"width": size.width, "rnn_width": size.rnn_width, "depth": size.depth}
+    return {"case": name, "batch": size.batch, "length": size.length, "config": config, "rows": rows}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown table of a result."""
+    environment = result["environment"]
+    lines = [
+        f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}; `{result['command']}`",
+        "",
+        "| case | mixer | step, ms | MAD | peak MiB above parameters and optimizer | parameters |",
+        "|---" * 6 + "|",
+    ]
+    for case in result["cases"]:
+        for row in case["rows"]:
+            step = row["optimizer_step"]
+            cells = [case["case"], row["architecture"], f"{step['median_ms']:.2f}", f"{step['mad_ms']:.3f}"]
+            cells += [f"{row['peak_allocated_delta_bytes'] / MIB:,.0f}", f"{row['parameters']:,}"]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, writes JSON and table, prints the table."""
+    for name in ("rounds", "repeats"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name}", getattr(args, name), "must be at least 1")
+    require_gpu()
+    compiled = not args.eager
+    run_beside(
+        compile_case, [(name, mixer, compiled) for name in args.cases for mixer in args.architectures], args.jobs
+    )
+    result: dict[str, Any] = {
+        "schema_version": 1,
+        "protocol": {
+            "scope": "complete recurrent block forward, input/parameter backward and optimizer update",
+            "optimizer": "torch.optim.AdamW(fused=True), states initialized before timing",
+            "dtype": "BF16 autocast, FP32 parameters and recurrent carry",
+            "order": "AB/BA",
+            "compile_and_optimizer_state_initialization_excluded": True,
+            "resets": "internal: documents of 1,024 tokens on average",
+        },
+        "environment": timing.environment(),
+        "command": " ".join(["samu-lm", *sys.argv[1:]]),
+        "cases": [],
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    for name in args.cases:
+        result["cases"].append(measure(name, args.architectures, args.rounds, args.repeats, compiled))
+        torch.cuda.empty_cache()
+        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    written = table(result)
+    args.output.with_suffix(".md").write_text(written, encoding="utf-8")
+    print(written)
+    return 0
