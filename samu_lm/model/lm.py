@@ -116,9 +116,14 @@ class RecurrentLM(nn.Module):
         seen = self._tokens_seen(input_ids, reset, state)
         return x, ModelState(tuple(conv for conv, _ in states), tuple(h for _, h in states), seen)
 
+    @property
+    def output_weight(self) -> Tensor:
+        """Weight ``[V, D]`` of the output layer: the embedding's, without its padding."""
+        return self.embedding.weight[: self.vocab_size]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[..., V]`` of hidden states ``[..., D]``, through the tied embedding."""
-        return F.linear(hidden, self.embedding.weight[: self.vocab_size])
+        return F.linear(hidden, self.output_weight)
 
     def forward(
         self,

@@ -1,17 +1,15 @@
 """Cross entropy of next-token targets as a sum, so that it can be divided by the targets of a whole optimizer step.
 
-Shapes: B rows, L tokens, D model width, V vocabulary.
+Shapes: B rows, L tokens, N = B L, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 IGNORED_TARGET = -100
 # Logits held at once, in elements: 1 GiB in float32. Above it they are made, used and thrown away a chunk at a time.
@@ -21,11 +19,10 @@ CHUNK_ELEMENTS = 2**28
 class LanguageModel(Protocol):
     """What the loss asks of a model."""
 
-    vocab_size: int
+    @property
+    def output_weight(self) -> Tensor: ...
 
     def hidden(self, input_ids: Tensor, reset: Tensor | None = None) -> tuple[Tensor, object]: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 def packed_nll(model: LanguageModel, tokens: Tensor, targets: Tensor, reset: Tensor, loss_mask: Tensor) -> Tensor:
@@ -39,28 +36,61 @@ def packed_nll(model: LanguageModel, tokens: Tensor, targets: Tensor, reset: Ten
         loss_mask: ``[B, L]`` bool, True where a target counts.
     """
     hidden, _ = model.hidden(tokens, reset)
-    return summed_cross_entropy(hidden, targets, loss_mask, model.logits, model.vocab_size)
+    return summed_cross_entropy(hidden, targets, loss_mask, model.output_weight)
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The sum and both gradients, a chunk of tokens at a time: a chunk's logits live only while it is worked on.
+
+    The loss is a sum, so its gradients are known but for a factor when the logits are: three matrix products in all,
+    where keeping the logits for the backward pass takes the memory and making them again a fourth product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int, differentiate: bool) -> Tensor:
+        total = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.empty_like(hidden) if differentiate else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
+        for start in range(0, len(hidden), tokens):
+            chunk, label = hidden[start : start + tokens], labels[start : start + tokens, None]
+            counts, place = label != IGNORED_TARGET, label.clamp(min=0)
+            logits = (chunk @ weight.T).float()
+            norm = logits.logsumexp(1, keepdim=True)
+            total = total + torch.where(counts, norm - logits.gather(1, place), 0).sum()
+            if grad_hidden is not None and grad_weight is not None:
+                slope = (logits - norm).exp().scatter_add(1, place, logits.new_full((1, 1), -1.0).expand_as(norm))
+                slope = torch.where(counts, slope, 0).to(hidden.dtype)
+                grad_hidden[start : start + tokens] = slope @ weight
+                grad_weight += slope.T @ chunk
+        if differentiate:
+            ctx.save_for_backward(grad_hidden, grad_weight)
+            ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return grad_hidden * grad.to(grad_hidden.dtype), (grad_weight * grad).to(ctx.weight_dtype), None, None, None
 
 
 def summed_cross_entropy(
     hidden: Tensor,
     targets: Tensor,
     loss_mask: Tensor,
-    logits: Callable[[Tensor], Tensor],
-    vocab_size: int,
+    weight: Tensor,
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Tensor:
     """Sum over targets of the cross entropy, in nats.
 
-    Tokens are independent of each other here, so that working through them in chunks, each with its logits recomputed
-    in the backward pass, changes nothing but the order of a sum.
+    Tokens are independent of each other here, so that working through them in chunks changes nothing but the order of
+    a sum.
 
     Args:
-        hidden: ``[B, L, D]`` input of the output layer.
+        hidden: ``[B, L, D]`` input of the output layer, any floating type; under autocast, its type is taken.
         targets: ``[B, L]`` int64.
         loss_mask: ``[B, L]`` bool, True where a target counts.
-        logits: the output layer, ``[n, D]`` to ``[n, V]`` in any floating type; the cross entropy is float32.
-        vocab_size: V.
+        weight: ``[V, D]`` of the output layer.
         chunk_elements: most logits (tokens times V) held at once.
 
     Returns:
@@ -68,17 +98,12 @@ def summed_cross_entropy(
     """
     flat = hidden.flatten(0, 1)
     labels = torch.where(loss_mask, targets, IGNORED_TARGET).flatten()
-
-    def chunk_sum(h: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(logits(h).float(), y, ignore_index=IGNORED_TARGET, reduction="sum")
-
-    tokens = max(1, chunk_elements // vocab_size)
+    tokens = max(1, chunk_elements // len(weight))
     if len(flat) <= tokens:
-        return chunk_sum(flat, labels)
-    total = flat.new_zeros((), dtype=torch.float32)
-    for h, y in zip(flat.split(tokens), labels.split(tokens), strict=True):
-        if torch.is_grad_enabled():
-            total = total + checkpoint(chunk_sum, h, y, use_reentrant=False, preserve_rng_state=False)
-        else:
-            total = total + chunk_sum(h, y)
-    return total
+        logits = F.linear(flat, weight).float()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED_TARGET, reduction="sum")
+    kind = flat.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else flat.dtype
+    differentiate = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
+    with torch.autocast(kind, enabled=False):
+        return _ChunkedCrossEntropy.apply(flat.to(dtype), weight.to(dtype), labels, tokens, differentiate)

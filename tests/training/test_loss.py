@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,7 @@ def example(rows: int = 3, length: int = 7) -> tuple[Tensor, Tensor, Tensor]:
 def gradients(layer: nn.Linear, chunk_elements: int) -> tuple[Tensor, Tensor, Tensor]:
     hidden, targets, mask = example()
     layer.zero_grad()
-    loss = summed_cross_entropy(hidden, targets, mask, layer, 50, chunk_elements)
+    loss = summed_cross_entropy(hidden, targets, mask, layer.weight, chunk_elements)
     loss.backward()
     assert hidden.grad is not None
     assert layer.weight.grad is not None
@@ -34,7 +36,7 @@ def gradients(layer: nn.Linear, chunk_elements: int) -> tuple[Tensor, Tensor, Te
 def test_is_the_sum_over_targets(layer: nn.Linear) -> None:
     hidden, targets, mask = example()
     expected = F.cross_entropy(layer(hidden[mask]), targets[mask], reduction="sum")
-    torch.testing.assert_close(summed_cross_entropy(hidden, targets, mask, layer, 50), expected)
+    torch.testing.assert_close(summed_cross_entropy(hidden, targets, mask, layer.weight), expected)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 20, 21])
@@ -44,32 +46,69 @@ def test_chunks_change_neither_loss_nor_gradients(layer: nn.Linear, tokens: int)
         torch.testing.assert_close(a, b)
 
 
-def test_no_more_logits_than_a_chunk_are_made_at_once(layer: nn.Linear) -> None:
+def test_no_more_logits_than_a_chunk_are_made_at_once_and_none_twice(
+    layer: nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hidden, targets, mask = example()
     sizes: list[int] = []
+    logsumexp = Tensor.logsumexp
 
-    def logits(h: Tensor) -> Tensor:
-        sizes.append(h.shape[0] * 50)
-        return layer(h)
+    def counted(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        sizes.append(logits.numel())
+        return logsumexp(logits, *args, **kwargs)
 
-    summed_cross_entropy(hidden, targets, mask, logits, 50, chunk_elements=4 * 50).backward()
+    monkeypatch.setattr(Tensor, "logsumexp", counted)
+    summed_cross_entropy(hidden, targets, mask, layer.weight, chunk_elements=4 * 50).backward()
     assert max(sizes) == 200
-    assert sum(sizes) == 2 * 21 * 50  # made again in the backward pass
-    with torch.no_grad():
-        sizes.clear()
-        summed_cross_entropy(hidden, targets, mask, logits, 50, chunk_elements=4 * 50)
-        assert sum(sizes) == 21 * 50
+    assert sum(sizes) == 21 * 50
 
 
-def test_is_float32_whatever_the_logits_are(layer: nn.Linear) -> None:
+@pytest.mark.parametrize("elements", [4 * 50, 10**9])
+def test_is_float32_and_rounds_as_the_linear_layer_does(layer: nn.Linear, elements: int) -> None:
+    """Under bfloat16 autocast, in chunks or not: a float32 loss; gradients of two roundings."""
     hidden, targets, mask = example()
-    loss = summed_cross_entropy(hidden.bfloat16(), targets, mask, lambda h: layer(h.float()).bfloat16(), 50)
+    exact = gradients(layer, 10**9)
+    layer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = summed_cross_entropy(hidden, targets, mask, layer.weight, elements)
+    loss.backward()
     assert loss.dtype == torch.float32
+    for value, truth in zip((loss, hidden.grad, layer.weight.grad), exact, strict=True):
+        assert value is not None
+        assert value.dtype == torch.float32
+        assert float((value.detach() - truth).norm() / truth.norm()) < 2**-7
 
 
-def test_without_targets_it_is_zero_and_so_is_the_gradient(layer: nn.Linear) -> None:
+def test_gradient_is_scaled_by_what_follows(layer: nn.Linear) -> None:
     hidden, targets, mask = example()
-    loss = summed_cross_entropy(hidden, targets, torch.zeros_like(mask), layer, 50)
+    (3 * summed_cross_entropy(hidden, targets, mask, layer.weight, 50)).backward()
+    scaled = hidden.grad
+    _, plain, _ = gradients(layer, 10**9)
+    torch.testing.assert_close(scaled, 3 * plain)
+
+
+def test_without_gradients_none_are_made(layer: nn.Linear) -> None:
+    hidden, targets, mask = example()
+    with torch.no_grad():
+        loss = summed_cross_entropy(hidden, targets, mask, layer.weight, 50)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, gradients(layer, 10**9)[0])
+
+
+def test_compiles_in_chunks(layer: nn.Linear) -> None:
+    hidden, targets, mask = example()
+    compiled = torch.compile(summed_cross_entropy, fullgraph=True, backend="aot_eager")
+    loss = compiled(hidden, targets, mask, layer.weight, 4 * 50)
+    layer.zero_grad()
+    loss.backward()
+    for value, truth in zip((loss, hidden.grad, layer.weight.grad), gradients(layer, 10**9), strict=True):
+        torch.testing.assert_close(value, truth)
+
+
+@pytest.mark.parametrize("elements", [50, 10**9])
+def test_without_targets_it_is_zero_and_so_is_the_gradient(layer: nn.Linear, elements: int) -> None:
+    hidden, targets, mask = example()
+    loss = summed_cross_entropy(hidden, targets, torch.zeros_like(mask), layer.weight, elements)
     loss.backward()
     assert loss == 0
     assert hidden.grad is not None
@@ -78,14 +117,11 @@ def test_without_targets_it_is_zero_and_so_is_the_gradient(layer: nn.Linear) -> 
 
 def test_packed_nll_hands_the_resets_to_the_model() -> None:
     class Model:
-        vocab_size = 5
+        output_weight = torch.eye(5) * 100
 
         def hidden(self, input_ids: Tensor, reset: Tensor | None = None) -> tuple[Tensor, None]:
             assert reset is not None
             return F.one_hot(input_ids, 5).float() * reset[..., None], None
-
-        def logits(self, hidden: Tensor) -> Tensor:
-            return hidden * 100
 
     tokens = torch.tensor([[1, 2, 3]])
     reset = torch.tensor([[True, False, True]])
