@@ -8,6 +8,7 @@ import importlib
 BENCHES = {
     "mixer": ("samu_lm.benchmarks.mixer", "both mixers at the recorded shapes, beside the copy ceiling"),
     "block": ("samu_lm.benchmarks.block", "one residual block: forward, backward and optimizer step, both mixers"),
+    "step": ("samu_lm.benchmarks.step", "a whole training step of a model: tokens/s, utilisation, memory, parts"),
 }
 
 
