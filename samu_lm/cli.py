@@ -34,6 +34,7 @@ COMMANDS: dict[str, Command] = {
     "explain-dispatch": Command(
         "samu_lm.benchmarks.explain_dispatch", "which kernels each mixer of a shape runs on a GPU, and why"
     ),
+    "prepare": Command("samu_lm.prepare", "tokenize a corpus of any size into shards to train on"),
     "presets": Command("samu_lm.evaluation.presets", "parameters, FLOPs and state bytes of each model preset"),
 }
 

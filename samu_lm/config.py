@@ -137,18 +137,38 @@ def _check_target(node: DictConfig, path: str) -> None:
         parameter = parameters[name]
         if value is None and parameter.default is None:
             continue
-        _check_node(value, full)
         hint = hints.get(name, Any)
+        if plain := _plain_values(hint):
+            for entry, item in value.items() if isinstance(value, DictConfig) else ():
+                if not value_matches(item, plain):
+                    raise ConfigError(
+                        f"{full}.{entry!s}", item, f"wrong type {type(item).__name__}; must be {_spell(plain)}"
+                    )
+        else:
+            _check_node(value, full)
         if not value_matches(value, hint):
             raise ConfigError(full, value, f"wrong type {type(value).__name__}; must be {_spell(hint)}")
+
+
+def _plain_values(hint: Any) -> Any:
+    """The type of the values of a mapping of numbers or texts by name; None for any other kind of parameter."""
+    for option in (hint, *typing.get_args(hint)):
+        origin, arguments = typing.get_origin(option), typing.get_args(option)
+        if inspect.isclass(origin) and issubclass(origin, Mapping) and arguments[-1] in _SCALARS:
+            return arguments[-1]
+    return None
 
 
 def signature_of(target: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], dict[str, Any]]:
     """Parameters of a class's constructor or of a function, without ``self``, and their resolved annotations."""
     parameters = dict(inspect.signature(target).parameters)
     function = target.__init__ if inspect.isclass(target) else target
+    function = inspect.unwrap(function)
+    annotations = {k: v for k, v in getattr(function, "__annotations__", {}).items() if k != "return"}
     try:
-        hints = typing.get_type_hints(inspect.unwrap(function))
+        hints = typing.get_type_hints(
+            types.SimpleNamespace(__annotations__=annotations), globalns=getattr(function, "__globals__", {})
+        )
     except (NameError, TypeError):  # names that exist for a type checker only
         hints = {}
     return parameters, hints

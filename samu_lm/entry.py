@@ -44,7 +44,7 @@ def launch(main: Callable[[], Any], config_name: str = "train") -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # lightning's own use of torch
     status = 0
     try:
-        _refuse_null_groups(sys.argv[1:])
+        refuse_null_groups(sys.argv[1:])
         main()
     except KeyboardInterrupt:
         print("interrupted before the first step; nothing was saved", file=sys.stderr)
@@ -118,7 +118,7 @@ class RunFolder(HydraCallback):
             make_run_folder(config.hydra.run.dir)
 
 
-def _refuse_null_groups(arguments: list[str]) -> None:
+def refuse_null_groups(arguments: list[str]) -> None:
     """Hydra takes no null for a group that has a choice; it says so without naming the group."""
     for argument in arguments:
         name, _, value = argument.partition("=")

@@ -12,8 +12,10 @@ from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from samu_lm.config import config_dir, value_matches
+from samu_lm.data import StdlibSource
 from samu_lm.errors import ConfigError
 from samu_lm.training.checks import TOP_LEVEL, check
+from tests.data.preparing import prepare
 
 GROUPS = sorted(path.name for path in config_dir().iterdir() if path.is_dir())
 FILES = sorted((path.parent.name, path.stem) for path in config_dir().glob("*/*.yaml"))
@@ -31,6 +33,9 @@ def _overrides(group: str, name: str, tmp_path: Path) -> list[str]:
     if group == "data" and name in ("text", "jsonl", "parquet"):
         (tmp_path / f"corpus.{name}").write_text("x")
         overrides.append(f"data.path={tmp_path}")
+    if name == "shards":
+        prepare(StdlibSource(max_bytes=9000), tmp_path / "shards")
+        overrides = ["data=shards", f"data.path={tmp_path / 'shards'}"]
     return overrides
 
 

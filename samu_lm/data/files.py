@@ -9,7 +9,7 @@ import io
 import os
 import stat
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -96,24 +96,34 @@ def _require_readable(key: str, file: Path) -> None:
 
 
 @contextmanager
-def open_binary(key: str, file: Path) -> Iterator[BinaryIO]:
+def open_binary(
+    key: str, file: Path, opened: Callable[[Callable[[], int]], None] = lambda tell: None
+) -> Iterator[BinaryIO]:
     """Opens a file for reading bytes, through gzip or zstd where its name ends so.
+
+    Args:
+        key: config key for the error.
+        file: the file.
+        opened: called with a function that gives the place in the file itself, compressed as it is.
 
     Raises:
         ConfigError: a file that cannot be read or decompressed, also while the caller reads.
     """
     try:
-        if file.suffix == ".gz":
-            with gzip.open(file) as stream:
-                yield stream  # type: ignore[misc]
-        elif file.suffix == ".zst":
+        if file.suffix == ".zst":
             import pyarrow as pa
 
-            with pa.input_stream(str(file), compression="zstd") as stream:
-                yield io.BufferedReader(stream)
-        else:
-            with open(file, "rb") as stream:
-                yield stream
+            with pa.OSFile(str(file)) as raw, pa.CompressedInputStream(raw, "zstd") as unpacked:
+                opened(raw.tell)
+                yield io.BufferedReader(unpacked)
+            return
+        with open(file, "rb") as raw:
+            opened(raw.tell)
+            if file.suffix == ".gz":
+                with gzip.GzipFile(fileobj=raw) as stream:
+                    yield stream  # type: ignore[misc]
+            else:
+                yield raw
     except ConfigError:
         raise
     except (OSError, EOFError, zlib.error) as error:

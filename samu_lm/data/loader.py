@@ -8,21 +8,28 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from samu_lm.data.batch import Batch
-from samu_lm.data.packing import RowPlan
+from samu_lm.data.packing import Plan
+from samu_lm.errors import ConfigError, SamuLMError
 
 
-class RowDataset(Dataset[Batch]):
-    """Map-style dataset of batches: item ``i`` is the ``batch_size`` rows of the plan from row ``i`` on."""
+class RowDataset(Dataset[Batch | SamuLMError]):
+    """Map-style dataset of batches: item ``i`` is the ``batch_size`` rows of the plan from row ``i`` on.
 
-    def __init__(self, plan: RowPlan, tokens: NDArray[Any], batch_size: int, pad_id: int) -> None:
+    An error that the user can act on is the item, so that it leaves a worker process as it is: PyTorch would hand on
+    the text of its traceback.
+    """
+
+    def __init__(self, plan: Plan, tokens: Any, batch_size: int, pad_id: int) -> None:
         self.plan, self.tokens, self.batch_size, self.pad_id = plan, tokens, batch_size, pad_id
 
-    def __getitem__(self, first_row: int) -> Batch:
-        return self.plan.rows(self.tokens, first_row, self.batch_size, self.pad_id)
+    def __getitem__(self, first_row: int) -> Batch | SamuLMError:
+        try:
+            return self.plan.rows(self.tokens, first_row, self.batch_size, self.pad_id)
+        except SamuLMError as error:
+            return error
 
 
 class PackedLoader:
@@ -37,9 +44,9 @@ class PackedLoader:
     the position decides, and the position is known only when an iteration begins.
 
     Args:
-        plan: epoch number to the epoch's plan.
+        plan: epoch number, and the row in it from which on it is read, to the epoch's plan.
         num_rows: rows of an epoch, the same in every epoch.
-        tokens: the flat token array.
+        tokens: what the plan's ``rows`` takes.
         position: called when an iteration begins; rows consumed since the first epoch began, over all ranks.
         rank: this process, from 0.
         world_size: number of processes.
@@ -50,9 +57,9 @@ class PackedLoader:
 
     def __init__(
         self,
-        plan: Callable[[int], RowPlan],
+        plan: Callable[[int, int], Plan],
         num_rows: int,
-        tokens: NDArray[Any],
+        tokens: Any,
         position: Callable[[], int],
         *,
         rank: int,
@@ -78,7 +85,7 @@ class PackedLoader:
         first = row + self._rank * self._batch_size
         step = self._world_size * self._batch_size
         loader = DataLoader(
-            RowDataset(self._plan(epoch), self._tokens, self._batch_size, self._pad_id),
+            RowDataset(self._plan(epoch, row), self._tokens, self._batch_size, self._pad_id),
             batch_size=None,  # an item is a batch
             sampler=range(first, first + self._num_rows - row, step),
             num_workers=self._num_workers,
@@ -89,7 +96,22 @@ class PackedLoader:
         )
         with _tokenizer_threads_off():
             iterator = iter(loader)  # workers are forked here
-        yield from iterator
+        while True:
+            try:
+                batch = next(iterator, None)
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                remedy = (
+                    "a process that prepares batches died, killed by the system where memory is short "
+                    f"({str(error).splitlines()[0]}); the run ends here, resume=last goes on from its last checkpoint"
+                )
+                raise ConfigError("data.num_workers", self._num_workers, remedy) from error
+            if batch is None:
+                return
+            if isinstance(batch, SamuLMError):
+                raise batch
+            yield batch
 
 
 class TrainLoader(PackedLoader):

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import lightning as L
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from samu_lm.data.corpus import PACKINGS, Corpus, SplitSize
 from samu_lm.data.files import launch_path
 from samu_lm.data.loader import PackedLoader, TrainLoader
-from samu_lm.data.packing import RowPlan, document_order
+from samu_lm.data.restore import require_same_tokenizer
 from samu_lm.data.sources import Source
-from samu_lm.data.split import content_hash, held_out, held_out_threshold
-from samu_lm.data.store import TokenStore, load_store
+from samu_lm.data.store import TokenStore, load_stores
 from samu_lm.data.tokenizers import Tokenizer
 from samu_lm.errors import ConfigError
 
@@ -30,22 +29,13 @@ class ByteEntropy(NamedTuple):
     bits: float
 
 
-class SplitSize(NamedTuple):
-    """Size of a split: documents, tokens (BOS and EOS included), bytes of text, targets, rows."""
-
-    documents: int
-    tokens: int
-    bytes: int
-    targets: int
-    rows: int
-
-
 class LMDataModule(L.LightningDataModule):
     """A corpus as packed batches, for training and validation.
 
-    Training goes through the documents epoch by epoch, each epoch in an order that is a pure function of (seed, epoch).
-    The position is ``rows_consumed``, counted over all ranks; the loader starts there, whatever the batch size, the
-    number of ranks or of workers was before. Validation reads the held-out documents in the source's order.
+    Training goes through the documents epoch by epoch, each epoch in an order that is a pure function of (seed, epoch);
+    a mixture draws its rows from several sources (`mixture.py`). The position is ``rows_consumed``, counted over all
+    ranks; the loader starts there, whatever the batch size, the number of ranks or of workers was before. Validation
+    reads the held-out documents in the source's order.
 
     Args:
         source: where documents come from.
@@ -56,6 +46,8 @@ class LMDataModule(L.LightningDataModule):
         val_fraction: part of the documents held out, between 0 and 1.
         num_workers: processes that prepare batches; 0 prepares them in the training process.
         cache_dir: folder for the tokenized corpus, which is then mapped from there; None keeps it in memory.
+        packing: of the training rows: "concat" (documents end to end, cut where a row ends) or "best_fit" (no document
+            cut unless longer than a row, rows padded). Held-out documents always stand end to end.
     """
 
     def __init__(
@@ -68,6 +60,7 @@ class LMDataModule(L.LightningDataModule):
         val_fraction: float = 0.05,
         num_workers: int = 0,
         cache_dir: str | None = None,
+        packing: str = "concat",
     ) -> None:
         super().__init__()
         self.source = source
@@ -78,10 +71,11 @@ class LMDataModule(L.LightningDataModule):
         self.val_fraction = val_fraction
         self.num_workers = num_workers
         self.cache_dir = None if cache_dir is None else str(launch_path(cache_dir))
+        self.packing = packing
         self.rows_consumed = 0
         self._stream: dict[str, Any] | None = None
         self._saved_stream: dict[str, Any] | None = None
-        self._store: TokenStore | None = None
+        self._corpus: Corpus | None = None
 
     def check(self) -> None:
         """Refuses settings that cannot work, before data is read.
@@ -102,8 +96,13 @@ class LMDataModule(L.LightningDataModule):
         fraction = self.val_fraction
         if not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ConfigError("data.val_fraction", fraction, "give a number between 0 and 1, both excluded")
+        if self.packing not in PACKINGS:
+            raise ConfigError("data.packing", self.packing, "choose concat or best_fit")
         self.tokenizer.check()
         self.source.check()
+        for source in self.source.parts().values():
+            if (own := source.tokenizer()) is not None:
+                require_same_tokenizer(self.tokenizer, own, source.name()[1])
 
     def prepare_data(self) -> None:
         """Fills the cache, on one process a machine; without ``cache_dir`` there is nothing to prepare."""
@@ -116,59 +115,57 @@ class LMDataModule(L.LightningDataModule):
         Raises:
             ConfigError: as ``check``; a fault in the corpus; a split without documents or targets on one side.
         """
-        if self._store is not None:
+        if self._corpus is not None:
             return
         self.check()
-        try:
-            self._adopt(load_store(self.source, self.tokenizer, self.val_fraction, self.cache_dir))
-        except ConfigError:
-            self._store = self._stream = None
-            raise
+        stores = load_stores(self.source, self.tokenizer, self.val_fraction, self.cache_dir)
+        weights = self.source.weights()
+        corpus = Corpus(stores, weights, self.val_fraction, self.seq_len, self.packing, self.seed)
+        for split, title in (("train", "training"), ("val", "validation")):
+            if corpus.size(split).targets == 0:
+                remedy = f"no {title} document has 2 tokens, so there is nothing to predict; use longer documents"
+                raise ConfigError(*self.source.name(), remedy)
+        stream = {"tokenizer": self.tokenizer.fingerprint()} | corpus.identity()
+        self._check_stream(stream)
+        self._corpus, self._stream = corpus, stream
         train, val = self.size("train"), self.size("val")
         log.info(
             "data: %d training documents (%d tokens, %d rows), %d held out (%d tokens); left out: %d empty, %d faulty",
-            *(train.documents, train.tokens, train.rows, val.documents, val.tokens),
-            *(self.store.num_empty, self.store.num_skipped),
+            *(train.documents, train.tokens, self.rows_per_epoch, val.documents, val.tokens),
+            *(sum(s.num_empty for s in stores.values()), sum(s.num_skipped for s in stores.values())),
         )
-
-    def _adopt(self, store: TokenStore) -> None:
-        is_val = held_out(store.hashes, self.val_fraction)
-        self._documents = {"train": np.flatnonzero(~is_val), "val": np.flatnonzero(is_val)}
-        self._store = store
-        for split, title in (("train", "training"), ("val", "validation")):
-            if self.size(split).targets == 0:
-                remedy = f"no {title} document has 2 tokens, so there is nothing to predict; use longer documents"
-                raise ConfigError(*self.source.name(), remedy)
-        self._stream = self._stream_identity()
-        self._check_stream()
+        corpus.plan(self.epoch)
+        shares = self.packing_shares()
+        log.info(
+            "data.packing=%s: %.2f%% of an epoch's documents cut, %.2f%% of its row tokens padding",
+            *(self.packing, 100 * shares["data/cut_documents"], 100 * shares["data/padding"]),
+        )
 
     # --- sizes ---------------------------------------------------------------------------------------------------
 
     @property
-    def store(self) -> TokenStore:
-        """The tokenized corpus; raises RuntimeError before ``setup``."""
-        if self._store is None:
+    def corpus(self) -> Corpus:
+        """The tokenized, split and packed corpus; raises RuntimeError before ``setup``."""
+        if self._corpus is None:
             raise RuntimeError("the corpus is not read yet; call setup() first")
-        return self._store
+        return self._corpus
+
+    @property
+    def store(self) -> TokenStore:
+        """The tokenized corpus, of a mixture the first source's; raises RuntimeError before ``setup``."""
+        return self.corpus.stores[0]
 
     def size(self, split: str) -> SplitSize:
-        """Size of ``"train"`` or ``"val"``."""
-        documents = self._split(split)
-        lengths = np.diff(self.store.offsets)[documents]
-        tokens = int(lengths.sum())
-        return SplitSize(
-            documents=len(documents),
-            tokens=tokens,
-            bytes=int(self.store.num_bytes[documents].sum()),
-            targets=tokens - int((lengths > 0).sum()),
-            rows=-(-tokens // self.seq_len),
-        )
+        """Size of ``"train"`` or ``"val"``, each document once."""
+        return self.corpus.size(split)
 
-    def _split(self, split: str) -> NDArray[np.int64]:
-        _ = self.store  # the clear error first
-        if split not in self._documents:
-            raise ValueError(f"split={split!r}: choose 'train' or 'val'")
-        return self._documents[split]
+    def packing_shares(self) -> dict[str, float]:
+        """Shares of the epoch that is read, as metrics: documents that are cut, row tokens that are pads."""
+        packing = self.corpus.latest_packing
+        return {
+            "data/cut_documents": packing.cut_documents / max(1, packing.documents),
+            "data/padding": packing.padding_tokens / max(1, packing.row_tokens),
+        }
 
     @property
     def num_train_documents(self) -> int:
@@ -206,22 +203,24 @@ class LMDataModule(L.LightningDataModule):
         No model that predicts each byte from a fixed distribution does better, so a model that uses context must. Reads
         the corpus again: the text is not kept.
         """
-        self._split(split)
-        threshold = held_out_threshold(self.store.hashes, self.val_fraction)
         counts = np.zeros(256, dtype=np.int64)
-        for text in self.source.documents():
-            if (content_hash(text) < threshold) == (split == "val"):
-                counts += np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
+        for text in self._texts(split):
+            counts += np.bincount(np.frombuffer(text, dtype=np.uint8), minlength=256)
         p = counts[counts > 0] / counts.sum()
         nats = float(-(p * np.log(p)).sum())
         return ByteEntropy(nats, nats / float(np.log(2.0)))
+
+    def _texts(self, split: str) -> Iterator[bytes]:
+        self.size(split)
+        for source, documents in zip(self.source.parts().values(), self.corpus.documents[split], strict=True):
+            yield from source.selected(documents)
 
     # --- position ------------------------------------------------------------------------------------------------
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows that hold every training document once; the same in every epoch."""
-        return self.size("train").rows
+        """Rows that hold every training document once, of a mixture at least once; the same in every epoch."""
+        return self.corpus.rows_per_epoch
 
     @property
     def epoch(self) -> int:
@@ -239,18 +238,6 @@ class LMDataModule(L.LightningDataModule):
             raise ValueError(f"rows={rows}: the position only moves forward")
         self.rows_consumed += min(rows, self.rows_per_epoch - self.rows_consumed % self.rows_per_epoch)
 
-    def _stream_identity(self) -> dict[str, Any]:
-        """What gives a row number its meaning."""
-        documents = self._split("train")
-        digest = hashlib.blake2b(self.store.hashes[documents].tobytes(), digest_size=16)
-        digest.update(np.diff(self.store.offsets)[documents].tobytes())
-        return {
-            "seq_len": self.seq_len,
-            "seed": self.seed,
-            "tokenizer": self.tokenizer.fingerprint(),
-            "documents": digest.hexdigest(),
-        }
-
     def state_dict(self) -> dict[str, Any]:
         """The position, ``rows_consumed``, and after ``setup`` what it counts in (``stream``), to check a resume by."""
         state: dict[str, Any] = {"rows_consumed": self.rows_consumed}
@@ -265,35 +252,32 @@ class LMDataModule(L.LightningDataModule):
         """
         self.rows_consumed = int(state["rows_consumed"])
         self._saved_stream = state.get("stream")
-        self._check_stream()
+        self._check_stream(self._stream)
 
-    def _check_stream(self) -> None:
-        if self._stream is None or self._saved_stream is None:
+    def _check_stream(self, stream: dict[str, Any] | None) -> None:
+        if stream is None or self._saved_stream is None:
             return
-        for name, saved in self._saved_stream.items():
-            if self._stream.get(name) == saved:
+        for name, saved in ({"packing": "concat", "weights": None} | self._saved_stream).items():
+            if stream.get(name) == saved:
                 continue
             key, value = {
                 "seq_len": ("data.seq_len", self.seq_len),
+                "packing": ("data.packing", self.packing),
+                "weights": ("data.weights", stream.get("weights")),
                 "seed": ("seed", self.seed),
                 "tokenizer": ("tokenizer", self.tokenizer.kind),
             }.get(name, self.source.name())
-            other = f"{name} {saved}" if name in ("seq_len", "seed") else f"other {name.removesuffix('s')}s"
+            plain = name in ("seq_len", "seed", "packing", "weights")
+            other = f"{name} {saved}" if plain else f"other {name.removesuffix('s')}s"
             remedy = f"the checkpoint stopped at row {self.rows_consumed} of a run with {other}; resume with the same"
             raise ConfigError(key, value, f"{remedy}, or start a new run")
 
     # --- loaders -------------------------------------------------------------------------------------------------
 
-    def _train_plan(self, epoch: int) -> RowPlan:
-        documents = self._split("train")
-        order = document_order(len(documents), self.seed, epoch)
-        return RowPlan.build(self.store.offsets, documents[order], self.seq_len).shuffled(self.seed, epoch)
-
-    def _loader_options(self, split: str) -> dict[str, Any]:
+    def _loader_options(self) -> dict[str, Any]:
         rank, world_size = self._rank()
         return {
-            "num_rows": self.size(split).rows,
-            "tokens": self.store.tokens,
+            "tokens": self.corpus.tokens,
             "rank": rank,
             "world_size": world_size,
             "batch_size": self.batch_size,
@@ -313,9 +297,10 @@ class LMDataModule(L.LightningDataModule):
         return TrainLoader(
             state=self.state_dict,
             load=self.load_state_dict,
-            plan=self._train_plan,
+            plan=self.corpus.plan,
+            num_rows=self.rows_per_epoch,
             position=lambda: self.rows_consumed,
-            **self._loader_options("train"),
+            **self._loader_options(),
         )
 
     def val_dataloader(self) -> PackedLoader:
@@ -324,5 +309,10 @@ class LMDataModule(L.LightningDataModule):
 
     def sequential_dataloader(self, split: str) -> PackedLoader:
         """Batches of a split as it stands: documents in the source's order, end to end, rows as they come."""
-        plan = RowPlan.build(self.store.offsets, self._split(split), self.seq_len)
-        return PackedLoader(plan=lambda epoch: plan, position=lambda: 0, **self._loader_options(split))
+        plan = self.corpus.sequential(split)
+        return PackedLoader(
+            plan=lambda epoch, first_row: plan,
+            num_rows=plan.num_rows,
+            position=lambda: 0,
+            **self._loader_options(),
+        )

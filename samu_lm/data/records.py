@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from samu_lm.data.files import launch_path, open_binary
+from samu_lm.data.files import launch_path
 from samu_lm.data.sources import BOM, FileSource, Source
 from samu_lm.errors import ConfigError
 
@@ -50,7 +50,8 @@ class JsonlSource(FileSource):
 
     def _check_first_line(self) -> None:
         # A wrong text_key is the commonest mistake; the first line shows it, with the keys there are.
-        for file, number, line in itertools.islice(self._lines(), 1):
+        first = itertools.chain.from_iterable(map(self._lines, self.files()))
+        for file, number, line in itertools.islice(first, 1):
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError):
@@ -59,20 +60,17 @@ class JsonlSource(FileSource):
                 have = _names(list(record)) or "none"
                 raise ConfigError("data.text_key", self.text_key, f"{file}:{number} has no such key; its keys: {have}")
 
-    def _lines(self) -> Iterator[tuple[Path, int, bytes]]:
-        for file in self.files():
-            with open_binary("data.path", file) as stream:
-                for number, line in enumerate(stream, start=1):
-                    if number == 1:
-                        line = line.removeprefix(BOM)
-                    if line.strip():
-                        yield file, number, line
+    def _lines(self, file: Path) -> Iterator[tuple[Path, int, bytes]]:
+        with self._open(file) as stream:
+            for number, line in enumerate(stream, start=1):
+                if number == 1:
+                    line = line.removeprefix(BOM)
+                if not line.isspace() and line:
+                    yield file, number, line
 
-    def _read(self) -> Iterator[bytes]:
-        for file, number, line in self._lines():
-            text = self._text(line, file, number)
-            if text is not None:
-                yield text
+    def _read(self, unit: Path, skip: int) -> Iterator[bytes | None]:
+        for _, number, line in itertools.islice(self._lines(unit), skip, None):
+            yield self._text(line, unit, number)
 
     def _text(self, line: bytes, file: Path, number: int) -> bytes | None:
         place, key = f"{file}:{number}", self.text_key
@@ -120,9 +118,9 @@ class ParquetSource(FileSource):
         _check_text_key(self.text_key)
         super().check()
         for file in self.files():
-            self._open(file).close()  # reads the schema only
+            self._parquet(file).close()  # reads the schema only
 
-    def _open(self, file: Path) -> Any:
+    def _parquet(self, file: Path) -> Any:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -140,21 +138,26 @@ class ParquetSource(FileSource):
             raise ConfigError("data.text_key", self.text_key, f"{file} holds {kind} there; name a column of strings")
         return parquet
 
-    def _read(self) -> Iterator[bytes]:
+    def _read(self, unit: Path, skip: int) -> Iterator[bytes | None]:
         import pyarrow as pa
 
-        for file in self.files():
-            with self._open(file) as parquet:
-                number = 0
-                try:
-                    for batch in parquet.iter_batches(batch_size=_ROWS, columns=[self.text_key]):
-                        # as bytes: a broken string would stop the whole column's conversion to str
-                        for text in batch.column(0).cast(pa.large_binary()).to_pylist():
-                            number += 1
-                            if self._is_text(text, file, number):
-                                yield text
-                except (OSError, pa.ArrowException) as error:
-                    raise ConfigError("data.path", file, f"cannot be read after row {number} ({error})") from error
+        with self._parquet(unit) as parquet:
+            ends = list(
+                itertools.accumulate(parquet.metadata.row_group(g).num_rows for g in range(parquet.num_row_groups))
+            )
+            groups = [g for g, end in enumerate(ends) if end > skip]
+            number = ends[groups[0] - 1] if groups and groups[0] else 0
+            size, rows = unit.stat().st_size, max(1, parquet.metadata.num_rows)
+            self._now_reads(unit, lambda: size * number // rows)
+            try:
+                for batch in parquet.iter_batches(batch_size=_ROWS, row_groups=groups, columns=[self.text_key]):
+                    # as bytes: a broken string would stop the whole column's conversion to str
+                    for text in batch.column(0).cast(pa.large_binary()).to_pylist():
+                        number += 1
+                        if number > skip:
+                            yield text if self._is_text(text, unit, number) else None
+            except (OSError, pa.ArrowException) as error:
+                raise ConfigError("data.path", unit, f"cannot be read after row {number} ({error})") from error
 
     def _is_text(self, text: bytes | None, file: Path, number: int) -> bool:
         if text is None:
@@ -173,7 +176,7 @@ class HubSource(Source):
     """A dataset of the Hugging Face hub (or a local one) through ``datasets``, downloaded when first read.
 
     Args:
-        dataset: its name, ``owner/name``, or a local folder.
+        name: its name, ``owner/name``, or a local folder.
         config: its configuration, where it has several.
         split: the split to read, also a slice such as ``train[:1%]``.
         revision: commit or tag, so that a later run reads the same.
@@ -183,7 +186,7 @@ class HubSource(Source):
 
     def __init__(
         self,
-        dataset: str | None,
+        name: str | None,
         config: str | None = None,
         split: str = "train",
         revision: str | None = None,
@@ -191,8 +194,9 @@ class HubSource(Source):
         on_error: str = "raise",
     ) -> None:
         super().__init__(on_error)
-        self.dataset, self.config, self.split, self.revision, self.text_key = dataset, config, split, revision, text_key
+        self.dataset, self.config, self.split, self.revision, self.text_key = name, config, split, revision, text_key
         self._loaded: Any = None
+        self._rows_read = 0
 
     def check(self) -> None:
         super().check()
@@ -234,13 +238,26 @@ class HubSource(Source):
             self._loaded = data.select_columns([self.text_key])
         return self._loaded
 
-    def _read(self) -> Iterator[bytes]:
-        number = 0
-        for rows in self._load().iter(batch_size=_ROWS):
+    def describe(self) -> dict[str, Any]:
+        """By the fingerprint that ``datasets`` gives to data and what was done to it."""
+        own = ("dataset", "config", "split", "revision", "text_key", "on_error")
+        return (
+            super().describe() | {key: getattr(self, key) for key in own} | {"fingerprint": self._load()._fingerprint}
+        )
+
+    def progress(self) -> tuple[int, int]:
+        """Rows."""
+        return self._rows_read, len(self._load())
+
+    def _read(self, unit: Any, skip: int) -> Iterator[bytes | None]:
+        data = self._load()
+        self._rows_read = skip
+        for rows in (data.select(range(skip, len(data))) if skip else data).iter(batch_size=_ROWS):
             for text in rows[self.text_key]:
-                number += 1
+                self._rows_read += 1
                 if isinstance(text, str):
                     yield text.encode()
-                else:
-                    problem = f'"{self.text_key}" is {"null" if text is None else type(text).__name__}; it must be text'
-                    self._fault(f"{self.dataset} row {number}", problem, key="data.name")
+                    continue
+                problem = f'"{self.text_key}" is {"null" if text is None else type(text).__name__}; it must be text'
+                self._fault(f"{self.dataset} row {self._rows_read}", problem, key="data.name")
+                yield None

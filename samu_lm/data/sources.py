@@ -11,12 +11,21 @@ import itertools
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from numpy.typing import NDArray
 
 from samu_lm.data.files import content_digest, find_files, open_binary
 from samu_lm.errors import ConfigError
+
+Place = tuple[int, int]  # of a record: the unit (mostly a file), and how many of its records came up to this one
+
+if TYPE_CHECKING:
+    from samu_lm.data.store import TokenStore
+    from samu_lm.data.tokenizers import Tokenizer
 
 BOM = b"\xef\xbb\xbf"
 _BLOCK = 1 << 24
@@ -26,7 +35,8 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
 class Source(ABC):
-    """A corpus. ``documents()`` may be called again and yields the same documents.
+    """A corpus. ``documents()`` may be called again and yields the same documents. A record is a document that may be
+    empty or faulty.
 
     Attributes:
         num_empty: documents without text that the last ``documents()`` left out.
@@ -56,14 +66,71 @@ class Source(ABC):
             ConfigError: a faulty document, by file and line, unless ``on_error=skip``.
         """
         self.num_empty = self.num_skipped = 0
-        for text in self._read():
+        for _, text in self.records():
             if text:
                 yield text
-            else:
+            elif text is not None:
                 self.num_empty += 1
 
+    def records(self, start: Place = (0, 0)) -> Iterator[tuple[Place, bytes | None]]:
+        """Every record from a place on, with the place behind it; None where ``on_error=skip`` leaves it out.
+
+        Args:
+            start: as a record came with, to go on behind it; whole files are left out without reading them.
+
+        Raises:
+            ConfigError: as ``documents``.
+        """
+        first, skip = start
+        for number, unit in enumerate(self.units()):
+            if number < first:
+                continue
+            for index, text in enumerate(self._read(unit, skip), start=skip + 1):
+                yield (number, index), text
+            skip = 0
+
+    def units(self) -> Sequence[Any]:
+        """What is read one after another: files, or one whole."""
+        return [None]
+
     @abstractmethod
-    def _read(self) -> Iterator[bytes]: ...
+    def _read(self, unit: Any, skip: int) -> Iterator[bytes | None]:
+        """The records of a unit from number ``skip`` on, empty texts too; None for one that ``_fault`` counted."""
+
+    def parts(self) -> dict[str, Source]:
+        """The sources that this one mixes; itself alone, without a name, where it mixes none."""
+        return {"": self}
+
+    def weights(self) -> list[int] | None:
+        """The weights of a mixture's parts, whole numbers without a common divisor; None for no mixture."""
+        return None
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that made the tokens, where the source has tokens already; None where it has texts."""
+        return None
+
+    def tokenized(self) -> TokenStore | None:
+        """The documents' tokens where the source has them already; None where they are to be made of its texts."""
+        return None
+
+    def selected(self, documents: NDArray[Any]) -> Iterator[bytes]:
+        """The documents of these numbers, which rise."""
+        wanted = iter(documents.tolist())
+        following = next(wanted, None)
+        for number, text in enumerate(self.documents()):
+            if following is None:
+                return
+            if number == following:
+                yield text
+                following = next(wanted, None)
+
+    def progress(self) -> tuple[int, int] | None:
+        """How far ``records`` has read and how far it has to go, in the same unit; None where that is not known."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, options and files, as plain values: equal where another reading gives the same records."""
+        return {"kind": type(self).__name__}
 
     @abstractmethod
     def name(self) -> tuple[str, object]:
@@ -92,6 +159,11 @@ class Source(ABC):
         return True
 
 
+def _stamps(files: Iterable[Path]) -> list[dict[str, Any]]:
+    found = [(file, file.stat()) for file in files]
+    return [{"path": str(file), "size": stat.st_size, "modified_ns": stat.st_mtime_ns} for file, stat in found]
+
+
 class FileSource(Source):
     """A corpus of files named by ``data.path``."""
 
@@ -100,6 +172,39 @@ class FileSource(Source):
     def __init__(self, path: str | Sequence[str] | None, on_error: str = "raise") -> None:
         super().__init__(on_error)
         self.path = path if path is None or isinstance(path, str) else [str(p) for p in path]
+        self._reading: tuple[Path, Callable[[], int]] | None = None
+        self._sizes: dict[Path, int] = {}
+
+    def units(self) -> list[Path]:
+        files = self.files()
+        self._sizes = {file: file.stat().st_size for file in files}
+        return files
+
+    def _open(self, file: Path) -> AbstractContextManager[BinaryIO]:
+        return open_binary("data.path", file, lambda tell: self._now_reads(file, tell))
+
+    def _now_reads(self, file: Path, tell: Callable[[], int]) -> None:
+        self._reading = file, tell
+
+    def progress(self) -> tuple[int, int]:
+        """Bytes of the files, compressed as they are."""
+        total = sum(self._sizes.values())
+        if self._reading is None:
+            return 0, total
+        file, tell = self._reading
+        try:
+            inside = tell()
+        except ValueError:  # closed: read to its end
+            inside = self._sizes[file]
+        before = itertools.takewhile(lambda other: other != file, self._sizes)
+        return sum(self._sizes[other] for other in before) + inside, total
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | self._options() | {"files": _stamps(self.files())}
+
+    def _options(self) -> dict[str, Any]:
+        left_out = ("path", "num_empty", "num_skipped", "_reading", "_sizes")
+        return {key: value for key, value in sorted(vars(self).items()) if key not in left_out}
 
     def files(self) -> list[Path]:
         """The corpus' files, in reading order."""
@@ -114,8 +219,7 @@ class FileSource(Source):
         return "data.path", self.path
 
     def fingerprint(self) -> str:
-        options = sorted((k, v) for k, v in vars(self).items() if k not in ("path", "num_empty", "num_skipped"))
-        return f"{type(self).__name__}{options}{content_digest('data.path', self.files())}"
+        return f"{type(self).__name__}{list(self._options().items())}{content_digest('data.path', self.files())}"
 
 
 class StdlibSource(Source):
@@ -166,12 +270,18 @@ class StdlibSource(Source):
             chosen.add(file)
         return [file for file in found if file in chosen]
 
-    def _read(self) -> Iterator[bytes]:
-        for file in self.files():
-            with open_binary("data", file) as stream:
-                text = stream.read().removeprefix(BOM).replace(b"\r\n", b"\n")
-            if self._is_utf8(text, file):
-                yield text
+    def units(self) -> list[Path]:
+        return self.files()
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | {"files": _stamps(self.files())}
+
+    def _read(self, unit: Path, skip: int) -> Iterator[bytes | None]:
+        if skip:
+            return
+        with open_binary("data", unit) as stream:
+            text = stream.read().removeprefix(BOM).replace(b"\r\n", b"\n")
+        yield text if self._is_utf8(text, unit) else None
 
 
 class TextSource(FileSource):
@@ -206,17 +316,17 @@ class TextSource(FileSource):
             raise ConfigError("data.separator", "''", "give at least one character, or null for one document a file")
         super().check()
 
-    def _read(self) -> Iterator[bytes]:
+    def _read(self, unit: Path, skip: int) -> Iterator[bytes | None]:
         separator = None
         if self.separator is not None:
             separator = self.separator.encode()
             for typed, meant in _ESCAPES.items():
                 separator = separator.replace(typed, meant)
-        for file in self.files():
-            with open_binary("data.path", file) as stream:
-                for text, line in split_documents(stream, separator, self.newline == "lf"):
-                    if self._is_utf8(text, file, line):
-                        yield text
+        elif skip:
+            return
+        with self._open(unit) as stream:
+            for text, line in itertools.islice(split_documents(stream, separator, self.newline == "lf"), skip, None):
+                yield text if self._is_utf8(text, unit, line) else None
 
 
 def split_documents(

@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
+from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from samu_lm.data.files import launch_path
 from samu_lm.data.sources import Source
-from samu_lm.data.split import content_hash, held_out_threshold
+from samu_lm.data.split import content_hash, threshold_of_stream
 from samu_lm.data.tokenizers import Tokenizer
 from samu_lm.errors import ConfigError
 
@@ -35,7 +36,7 @@ class TokenStore:
     """All documents of a corpus, tokenized, in the source's order.
 
     Attributes:
-        tokens: ``[T]`` uint16 or uint32, possibly mapped from a file.
+        tokens: ``[T]`` uint16 or uint32, possibly mapped from a file, or `ShardTokens`.
         offsets: ``[N + 1]`` int64, document n is ``tokens[offsets[n]:offsets[n + 1]]``.
         num_bytes: ``[N]`` int64, bytes of each document's text.
         hashes: ``[N]`` uint64, ``content_hash`` of each text.
@@ -43,7 +44,7 @@ class TokenStore:
         num_skipped: faulty documents, left out because of ``on_error=skip``.
     """
 
-    tokens: NDArray[Any]
+    tokens: Any
     offsets: NDArray[np.int64]
     num_bytes: NDArray[np.int64]
     hashes: NDArray[np.uint64]
@@ -62,8 +63,21 @@ def _reopen(path: str, dtype: str, *fields: Any) -> TokenStore:
     return TokenStore(np.memmap(path, dtype=np.dtype(dtype), mode="r"), *fields)
 
 
+def load_stores(
+    source: Source, tokenizer: Tokenizer, val_fraction: float, cache_dir: str | None = None
+) -> dict[str, TokenStore]:
+    """`load_store` of every part of a mixture, by name; of a source that is no mixture under the empty name."""
+    parts = source.parts()
+    for part in parts.values():
+        if not tokenizer.is_trained and (own := part.tokenizer()) is not None:
+            tokenizer.load_state_dict(own.state_dict())
+    if len(parts) > 1:
+        train_tokenizer(source, tokenizer, val_fraction)
+    return {name: load_store(part, tokenizer, val_fraction, cache_dir) for name, part in parts.items()}
+
+
 def load_store(source: Source, tokenizer: Tokenizer, val_fraction: float, cache_dir: str | None = None) -> TokenStore:
-    """Reads and tokenizes the corpus, or finds it in the cache.
+    """Reads and tokenizes the corpus, or finds it in the cache; shards are tokenized already.
 
     A tokenizer that is not trained is trained on the training documents. The cache entry is named by the contents of
     the corpus and the tokenizer, is complete before it has its name, and is verified when opened; a damaged one is
@@ -72,6 +86,8 @@ def load_store(source: Source, tokenizer: Tokenizer, val_fraction: float, cache_
     Raises:
         ConfigError: no document, a fault in the corpus, or a cache folder that cannot be written.
     """
+    if (store := source.tokenized()) is not None:
+        return store
     if cache_dir is None:
         return _tokenize(source, tokenizer, val_fraction)
     folder = launch_path(cache_dir)
@@ -97,24 +113,19 @@ def load_store(source: Source, tokenizer: Tokenizer, val_fraction: float, cache_
 
 def _tokenize(source: Source, tokenizer: Tokenizer, val_fraction: float, file: BinaryIO | None = None) -> TokenStore:
     """Tokenizes every document, into ``file`` where given (``tokens`` is then empty)."""
-    if not tokenizer.is_trained:
-        hashes = np.array([content_hash(text) for text in _some(source)], dtype=np.uint64)
-        threshold = held_out_threshold(hashes, val_fraction)
-        tokenizer.train(text for text in source.documents() if content_hash(text) >= threshold)
+    train_tokenizer(source, tokenizer, val_fraction)
     parts: list[NDArray[Any]] = []
-    counts: list[int] = []
-    sizes: list[int] = []
-    contents: list[int] = []
-    for texts in _chunks(_some(source)):
+    counts, sizes, contents = array("q"), array("q"), array("Q")  # eight bytes a document
+    for texts in text_chunks(_some(source)):
         encoded = tokenizer.encode_many(texts)
         tokens = np.concatenate(encoded).astype(tokenizer.dtype, copy=False)
         if file is None:
             parts.append(tokens)
         else:
             file.write(tokens.tobytes())
-        counts += [len(ids) for ids in encoded]
-        sizes += [len(text) for text in texts]
-        contents += [content_hash(text) for text in texts]
+        counts.extend(len(ids) for ids in encoded)
+        sizes.extend(len(text) for text in texts)
+        contents.extend(content_hash(text) for text in texts)
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return TokenStore(
@@ -125,6 +136,17 @@ def _tokenize(source: Source, tokenizer: Tokenizer, val_fraction: float, file: B
         num_empty=source.num_empty,
         num_skipped=source.num_skipped,
     )
+
+
+def train_tokenizer(source: Source, tokenizer: Tokenizer, val_fraction: float) -> None:
+    """Trains a tokenizer that is not trained yet, on the training documents.
+
+    Raises:
+        ConfigError: no document, or fewer than two different ones.
+    """
+    if not tokenizer.is_trained:
+        threshold = threshold_of_stream((content_hash(text) for text in _some(source)), val_fraction)
+        tokenizer.train(text for text in source.documents() if content_hash(text) >= threshold)
 
 
 def _some(source: Source) -> Iterator[bytes]:
@@ -139,7 +161,8 @@ def _some(source: Source) -> Iterator[bytes]:
         raise ConfigError(key, value, f"the corpus is empty: it has no document with text ({left_out})")
 
 
-def _chunks(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+def text_chunks(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
+    """Documents in lists of some megabytes."""
     chunk: list[bytes] = []
     size = 0
     for text in texts:

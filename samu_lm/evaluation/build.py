@@ -85,7 +85,8 @@ def describe_data(data: LMDataModule, split: str) -> str:
 
 def refuse_tokenizer_contradictions(checkpoint: Checkpoint, overrides: Mapping[str, Any]) -> None:
     """Raises ConfigError where the user set a key of the tokenizer to another value than the checkpoint's."""
-    if overrides:
+    chosen_by_shards = overrides.get("_target_") == "samu_lm.data.shard_tokenizer"  # which are checked against it
+    if overrides and not chosen_by_shards:
         refuse_contradictions("tokenizer", overrides, _section(checkpoint, "tokenizer"))
 
 

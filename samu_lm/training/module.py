@@ -98,6 +98,8 @@ class TrainingModule(pl.LightningModule):
         if is_logged(self.trainer, self.trainer.global_step + 1):
             self.log("train/loss", nats / at_least_one, prog_bar=True)
             self.log("targets_seen", self._targets_seen)
+            for name, share in self.trainer.datamodule.packing_shares().items():  # type: ignore[attr-defined]
+                self.log(name, torch.tensor(share, dtype=torch.float64))
             self._log_place(self.trainer.global_step + 1)
 
     @property

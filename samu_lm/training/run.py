@@ -185,14 +185,23 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
 
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
     """A plain config with its data named from the root: a checkpoint means the same files in any folder."""
-    data = dict(config["data"])
+    changed = {"data": _absolute(config["data"])}
+    if isinstance(sources := changed["data"].get("sources"), dict):  # of a mixture
+        changed["data"]["sources"] = {name: _absolute(source) for name, source in sources.items()}
+    if config["tokenizer"].get("_target_") == "samu_lm.data.shard_tokenizer":  # the shards' path
+        changed["tokenizer"] = _absolute(config["tokenizer"])
+    return config | changed
+
+
+def _absolute(node: Mapping[str, Any]) -> dict[str, Any]:
+    node = dict(node)
     for key in ("path", "cache_dir"):
-        value = data.get(key)
+        value = node.get(key)
         if isinstance(value, str):
-            data[key] = str(launch_path(value))
+            node[key] = str(launch_path(value))
         elif value is not None:
-            data[key] = [str(launch_path(entry)) for entry in value]
-    return config | {"data": data}
+            node[key] = [str(launch_path(entry)) for entry in value]
+    return node
 
 
 def _tokenizer(cfg: DictConfig, checkpoint: Mapping[str, Any] | None) -> Tokenizer:

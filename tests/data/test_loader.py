@@ -15,7 +15,7 @@ TOKENS = np.arange(sum(LENGTHS), dtype=np.uint16)
 OFFSETS = np.concatenate([[0], np.cumsum(LENGTHS)])
 
 
-def plan(epoch):
+def plan(epoch, first_row=0):
     return RowPlan.build(OFFSETS, document_order(len(LENGTHS), 3, epoch), 4)
 
 

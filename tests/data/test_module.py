@@ -64,8 +64,8 @@ def documents_of(rows):
 def test_an_epoch_has_every_training_document_once_and_no_other(corpus):
     data = ready(corpus, val_fraction=0.3)
     texts = list(data.source.documents())
-    train_texts = {texts[i] for i in data._split("train")}
-    val_texts = {texts[i] for i in data._split("val")}
+    train_texts = {texts[i] for i in data.corpus.documents["train"][0]}
+    val_texts = {texts[i] for i in data.corpus.documents["val"][0]}
     assert train_texts | val_texts == set(texts)
     assert not train_texts & val_texts
     steps = len(data.train_dataloader())
@@ -80,7 +80,7 @@ def test_an_epoch_has_every_training_document_once_and_no_other(corpus):
 def test_sizes(corpus):
     data = ready(corpus, val_fraction=0.3)
     texts = list(data.source.documents())
-    held = [texts[i] for i in data._split("val")]
+    held = [texts[i] for i in data.corpus.documents["val"][0]]
     assert data.num_val_documents == len(held)
     assert data.num_val_bytes == sum(map(len, held))
     assert data.num_val_tokens == sum(len(t) + 2 for t in held)
@@ -186,7 +186,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch(corpus):
     assert torch.equal(first, train(again, steps))
     assert not torch.equal(first, second)
     assert not torch.equal(first, train(other, steps))
-    assert np.array_equal(one._split("val"), other._split("val"))
+    assert np.array_equal(one.corpus.documents["val"][0], other.corpus.documents["val"][0])
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_bare_position_is_enough_and_state_survives_a_weights_only_checkpoint(
 def test_entropy_of_the_held_out_bytes(corpus):
     data = ready(corpus, val_fraction=0.3)
     for split in ("train", "val"):
-        text = b"".join(t for i, t in enumerate(data.source.documents()) if i in data._split(split))
+        text = b"".join(t for i, t in enumerate(data.source.documents()) if i in data.corpus.documents[split][0])
         p = [text.count(b) / len(text) for b in set(text)]
         expected = -sum(q * math.log(q) for q in p)
         entropy = data.byte_unigram_entropy(split)
