@@ -99,12 +99,12 @@ class PackedLoader:
         while True:
             try:
                 batch = next(iterator, None)
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            except (RuntimeError, OSError, EOFError) as error:
+                if not self._num_workers or str(error).startswith("Caught"):  # what a worker raised
                     raise
                 remedy = (
-                    "a process that prepares batches died, killed by the system where memory is short "
-                    f"({str(error).splitlines()[0]}); the run ends here, resume=last goes on from its last checkpoint"
+                    f"a process that prepares batches died ({' '.join(str(error).split()) or type(error).__name__}); "
+                    "the system kills them where memory is short; resume=last goes on from the last checkpoint"
                 )
                 raise ConfigError("data.num_workers", self._num_workers, remedy) from error
             if batch is None:

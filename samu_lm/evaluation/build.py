@@ -58,6 +58,8 @@ def build_data(checkpoint: Checkpoint, tokenizer: Tokenizer, overrides: Mapping[
         ConfigError: a key is unknown, its value wrong, or there is no such data.
     """
     trained, target = _section(checkpoint, "data"), overrides.get("_target_")
+    if str(trained["_target_"]).startswith("samu_lm."):
+        trained = {"packing": "concat"} | trained  # what checkpoints without the key were trained with
     given = {key: value for key, value in overrides.items() if key not in ROW_KEYS or value is not None}
     if target in (None, trained["_target_"]):
         config = merge_known("data", trained, given)

@@ -74,6 +74,9 @@ def merge_config(
     Raises:
         ConfigError: an override contradicts the checkpoint; names both values.
     """
+    saved = dict(saved)
+    if str(saved["data"].get("_target_")).startswith("samu_lm."):
+        saved["data"] = {"packing": "concat"} | saved["data"]  # what checkpoints without the key were trained with
     merged = copy.deepcopy(dict(composed))
     merged.update(copy.deepcopy(dict(saved)))
     for key in _keys_set(overrides, composed):

@@ -3,12 +3,13 @@
 import gzip
 import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from samu_lm.data import ByteTokenizer, HubSource, JsonlSource, ParquetSource, StdlibSource, TextSource
+from samu_lm.data import ByteTokenizer, HubSource, JsonlSource, ParquetSource, StdlibSource, TextSource, tokenizing
 from samu_lm.data.preparation import prepare_shards
 
 
@@ -56,13 +57,13 @@ def sources(folder):
     }
 
 
-def prepare(source, folder, tokenizer=None, workers=0, shard_tokens=400, **options):
-    """Shards of a source, small ones."""
+def prepare(source, folder, tokenizer=None, workers=0, shard_tokens=400, chunk_bytes=150, **options):
+    """Shards of a source, small ones of small chunks."""
     source.check()
     options = {"val_fraction": 0.2, **options}
-    return prepare_shards(
-        source, tokenizer or ByteTokenizer(), Path(folder), workers=workers, shard_tokens=shard_tokens, **options
-    )
+    options |= {"workers": workers, "shard_tokens": shard_tokens}
+    with mock.patch.object(tokenizing, "_CHUNK_BYTES", chunk_bytes):
+        return prepare_shards(source, tokenizer or ByteTokenizer(), Path(folder), **options)
 
 
 def contents(folder):

@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import pickle
 
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samu_lm.data import BPETokenizer, PackedLoader, RowPlan, document_order
+from samu_lm.errors import ConfigError
 
 PAD = 777
 LENGTHS = [5, 1, 9, 3, 12, 2, 7, 30, 4, 4, 6, 11]  # 94 tokens: 24 rows of 4
@@ -104,3 +106,14 @@ def test_rows_can_be_prepared_in_a_process_that_was_not_forked():
 
     dataset = pickle.loads(pickle.dumps(RowDataset(plan(0), TOKENS, 2, PAD)))
     assert torch.equal(fields(dataset[3]), stream(1)[3:5])
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_killed_ends_the_iteration_with_the_reason():
+    """The run ends: it neither waits for the worker nor leaves its batches out."""
+    batches = iter(loader(num_workers=2))
+    next(batches)
+    for child in multiprocessing.active_children():
+        child.kill()
+    with pytest.raises(ConfigError, match=r"data\.num_workers=2: a process that prepares batches died.*resume=last"):
+        list(batches)

@@ -10,17 +10,12 @@ import time
 import numpy as np
 import pytest
 
-from samu_lm.data import BPETokenizer, ByteTokenizer, JsonlSource, LMDataModule, ShardSource, TextSource, tokenizing
+from samu_lm.data import BPETokenizer, ByteTokenizer, JsonlSource, LMDataModule, ShardSource, TextSource
 from samu_lm.data.store import load_store
 from samu_lm.errors import ConfigError, SamuLMError
 from tests.data.preparing import contents, jsonl, prepare, sources, texts
 
 KINDS = ["jsonl", "text", "parquet", "hub", "stdlib"]
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(tokenizing, "_CHUNK_BYTES", 150)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +205,7 @@ def _alive(pid):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="finds processes through /proc")
 def test_killed_in_the_middle_it_continues_to_the_same_bytes_and_leaves_no_process(tmp_path):
-    corpus = _big_corpus(tmp_path / "big.jsonl", 40)
+    corpus = _big_corpus(tmp_path / "big.jsonl", 30)
     out = tmp_path / "out"
     process = subprocess.Popen(_command(corpus, out, "workers=1"), stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -225,7 +220,7 @@ def test_killed_in_the_middle_it_continues_to_the_same_bytes_and_leaves_no_proce
     finished = {f.name: f.stat().st_mtime_ns for f in out.glob("tokens-*.bin")}
     run = subprocess.run(_command(corpus, out, "workers=1"), capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert "20,000 documents" in run.stdout
+    assert "15,000 documents" in run.stdout
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished, "these were not made again"
     subprocess.run(_command(corpus, tmp_path / "straight", "workers=0"), check=True, capture_output=True)
     assert contents(out) == contents(tmp_path / "straight")
@@ -234,8 +229,7 @@ def test_killed_in_the_middle_it_continues_to_the_same_bytes_and_leaves_no_proce
         time.sleep(0.05)
 
 
-def test_a_tokenizing_process_that_is_killed_ends_the_run_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.undo()
+def test_a_tokenizing_process_that_is_killed_ends_the_run_with_the_reason(tmp_path):
     corpus = _big_corpus(tmp_path / "big.jsonl", 10)
 
     def kill_one(progress):
@@ -244,8 +238,8 @@ def test_a_tokenizing_process_that_is_killed_ends_the_run_with_the_reason(tmp_pa
             child.kill()
 
     with pytest.raises(SamuLMError, match=r"workers=1: a tokenizing process died, .*run the same command to go on"):
-        prepare(JsonlSource(str(corpus)), tmp_path / "out", workers=1, report=kill_one)
-    prepare(JsonlSource(str(corpus)), tmp_path / "out")
+        prepare(JsonlSource(str(corpus)), tmp_path / "out", workers=1, chunk_bytes=1 << 20, report=kill_one)
+    prepare(JsonlSource(str(corpus)), tmp_path / "out", chunk_bytes=1 << 20)
 
 
 def test_two_preparations_of_one_folder(corpora, tmp_path):
