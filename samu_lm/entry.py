@@ -33,8 +33,9 @@ USAGE_STATUS, FAILURE_STATUS, INTERRUPTED_STATUS = 2, 1, 130
 def launch(main: Callable[[], Any], config_name: str = "train") -> None:
     """Runs a Hydra entry point and ends the process.
 
-    Exit status 0 on success, 2 after an error of the user's input (one line on stderr), 1 after any other exception
-    (its traceback on stderr, and in the job's log).
+    Exit status 0 on success, 2 after an error of the user's input (one line on stderr) or what another `SamuLMError`
+    says, 130 after Ctrl-C outside of training, 1 after any other exception (its traceback on stderr, and in the job's
+    log).
 
     Args:
         main: a function decorated with `hydra.main`.
@@ -47,11 +48,11 @@ def launch(main: Callable[[], Any], config_name: str = "train") -> None:
         refuse_null_groups(sys.argv[1:])
         main()
     except KeyboardInterrupt:
-        print("interrupted before the first step; nothing was saved", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         status = INTERRUPTED_STATUS
     except SamuLMError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        status = USAGE_STATUS
+        status = error.exit_status
     except (HydraException, OmegaConfBaseException) as error:
         print(f"error: {reword(error, sys.argv[1:], config_name)}", file=sys.stderr)
         status = USAGE_STATUS
@@ -69,18 +70,19 @@ def launch(main: Callable[[], Any], config_name: str = "train") -> None:
 def job_errors() -> Iterator[None]:
     """Around the body of a Hydra task: leaves an exception's traceback in the job's log file.
 
-    An error of the user's input then ends a single run at once, as one line with exit status 2. In a sweep it goes on
-    to Hydra, which runs the other jobs first.
+    A `SamuLMError` then ends a single run at once, as one line with its exit status. In a sweep it goes on to Hydra,
+    which runs the other jobs first.
     """
     try:
         yield
     except Exception as error:
         sweep = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-        if sweep or not isinstance(error, SamuLMError):  # a refused run leaves its folder as it was
+        refused = isinstance(error, SamuLMError) and error.exit_status == USAGE_STATUS
+        if sweep or not refused:  # a refused run leaves its folder as it was
             _log_traceback(error)
         if isinstance(error, SamuLMError) and not sweep:
             print(f"error: {one_line(error)}", file=sys.stderr)
-            raise SystemExit(USAGE_STATUS) from error
+            raise SystemExit(error.exit_status) from error
         if sweep:
             log.error("the job failed: %s", one_line(error))
         raise
@@ -138,7 +140,17 @@ def _log_traceback(error: Exception) -> None:
     record = log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None)
     for handler in logging.getLogger().handlers:  # the file only: the console gets one line, or it from the entry point
         if isinstance(handler, logging.FileHandler):
-            handler.handle(record)
+            with _silent_logging():  # a full disk is what the error may be about
+                handler.handle(record)
+
+
+@contextlib.contextmanager
+def _silent_logging() -> Iterator[None]:
+    before, logging.raiseExceptions = logging.raiseExceptions, False
+    try:
+        yield
+    finally:
+        logging.raiseExceptions = before
 
 
 def _finish_sweep() -> None:

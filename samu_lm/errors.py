@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class SamuLMError(Exception):
-    """Base of the errors that entry points print as one line, without a traceback, before they exit with status 2."""
+    """Base of the errors that entry points print as one line, without a traceback, before they end.
+
+    Attributes:
+        exit_status: with which status they end; 2 is an error of the user's input.
+    """
+
+    exit_status: ClassVar[int] = 2
 
 
 class ConfigError(SamuLMError, ValueError):

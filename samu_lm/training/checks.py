@@ -29,7 +29,7 @@ def check(cfg: DictConfig) -> None:
     for key, fits, remedy in (
         ("seed", _is_seed, "must be a whole number from 0 to 4294967295"),
         ("compile", lambda value: isinstance(value, bool), "must be true or false"),
-        ("resume", lambda value: isinstance(value, str | None), "must be last, a checkpoint's path, or null"),
+        ("resume", _is_place, "must be last, auto, a checkpoint's path, or null"),
     ):
         value = raw.get(key)
         if not OmegaConf.is_interpolation(cfg, key) and not fits(value):
@@ -42,6 +42,10 @@ def check(cfg: DictConfig) -> None:
         if not isinstance(cfg.get(group), DictConfig) or "_target_" not in cfg[group]:
             raise ConfigError(group, cfg.get(group), f"must be one of configs/{group}")
     _check_trainer(cfg.trainer)
+
+
+def _is_place(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and bool(value.strip()))
 
 
 def _is_seed(value: Any) -> bool:

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from torch import nn
 
-from samu_lm.checkpoint import read_checkpoint
+from samu_lm.checkpoint import read_checkpoint, read_step
 from samu_lm.config import config_dir
 from samu_lm.data.files import launch_path
 from samu_lm.errors import ConfigError
@@ -46,16 +46,32 @@ def find_checkpoint(resume: str, run_dir: Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    if resume != "last":
-        path = launch_path(resume)
-        return path, read_checkpoint(path, "resume")
     folder = run_dir / "checkpoints"
-    # best.ckpt and last.ckpt may hold the same step; last.ckpt, which sorts behind, is then taken.
-    found = [(path, read_checkpoint(path, "resume")) for path in sorted(folder.glob("*.ckpt"))]
-    if not found:
-        remedy = f"no checkpoint in {folder}; set hydra.run.dir to the folder of the run to go on with"
-        raise ConfigError("resume", resume, remedy)
-    return max(found, key=lambda item: int(item[1]["global_step"]))
+    if resume == "last":
+        path = find_last(folder)
+        if path is None:
+            remedy = f"no checkpoint in {folder}; set hydra.run.dir to the folder of the run to go on with"
+            raise ConfigError("resume", resume, remedy)
+    else:
+        path = launch_path(resume)
+    content = read_checkpoint(path, "resume", shapes_only=True)
+    if "loops" not in content:
+        raise ConfigError("resume", path, "holds weights without the optimizer's state; give a checkpoint of train.py")
+    further = find_last(folder)
+    if further is not None and (reached := read_step(further, "resume")) > int(content["global_step"]):
+        remedy = f"{further} has gone on to step {reached}; choose another hydra.run.dir, or delete what lies beyond"
+        raise ConfigError("resume", path, remedy)
+    return path, content
+
+
+def find_last(folder: Path) -> Path | None:
+    """The checkpoint of a folder with the highest step, ``last.ckpt`` where several have it; None where there is none.
+
+    Raises:
+        ConfigError: a checkpoint there cannot be read.
+    """
+    found = [(read_step(path, "resume"), path.name == "last.ckpt", path) for path in sorted(folder.glob("*.ckpt"))]
+    return max(found)[2] if found else None
 
 
 def merge_config(

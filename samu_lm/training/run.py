@@ -6,11 +6,12 @@ The path of a newcomer: here what is built and in which order, `module.py` for t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from samu_lm.entry import job_errors, one_line
 from samu_lm.errors import ConfigError, SamuLMError
 from samu_lm.ops.backend import interpreting
 from samu_lm.training.callbacks import BestCheckpoint, GracefulStop, StopOnSignal
-from samu_lm.training.checkpoint_io import AtomicCheckpointIO
+from samu_lm.training.checkpoint_io import AtomicCheckpointIO, writing
 from samu_lm.training.checks import check, check_writable, refuse_overwriting
 from samu_lm.training.curve import draw_curve
 from samu_lm.training.loggers import CSVLogger, ResumePoint
@@ -41,7 +42,7 @@ from samu_lm.training.loop import make_exact, validation_owed
 from samu_lm.training.module import TrainingModule
 from samu_lm.training.optimizer import AdamW
 from samu_lm.training.record import write_json, write_record
-from samu_lm.training.resume import check_weights, find_checkpoint, merge_config
+from samu_lm.training.resume import check_weights, find_checkpoint, find_last, merge_config
 from samu_lm.training.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -133,17 +134,14 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None = None) 
     folder = plan.run_dir if plan.checkpoint is None else plan.run_dir / "resumed" / f"step-{plan.step}"
     if plan.trainer.is_global_zero:
         write_record(folder, plan.config(), overrides or [])
-    module = build_module(plan)
-    fit(plan, module)
-    results = collect_results(plan, module)
-    if plan.trainer.is_global_zero:
-        write_json(plan.run_dir / "results.json", results)
-        for logger in plan.trainer.loggers:
-            if isinstance(logger, CSVLogger) and draw_curve(logger.path, plan.run_dir / "curve.png"):
-                log.info("training curve: %s", plan.run_dir / "curve.png")
-    for callback in plan.trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StopOnSignal):
-            callback.exit_if_asked()
+    with signals_handled(plan.trainer):
+        module = build_module(plan)
+        fit(plan, module)
+        results = collect_results(plan, module)
+        if plan.trainer.is_global_zero:
+            write_outcome(plan, results)
+    for callback in stop_callbacks(plan.trainer):
+        callback.exit_if_asked()
     return results
 
 
@@ -158,8 +156,11 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
     """
     check(cfg)
     path, checkpoint = None, None
-    if cfg.resume is not None:
-        path, checkpoint = find_checkpoint(cfg.resume, run_dir)
+    resume = cfg.resume
+    if resume == "auto" and find_last(run_dir / "checkpoints") is not None:
+        resume = "last"
+    if resume not in (None, "auto"):
+        path, checkpoint = find_checkpoint(resume, run_dir)
         composed = with_absolute_paths(OmegaConf.to_container(cfg, resolve=True))  # type: ignore[arg-type]
         merged = merge_config(composed, checkpoint["samu_lm"]["config"], overrides)
         cfg = OmegaConf.create(merged)
@@ -248,13 +249,18 @@ def build_trainer(cfg: DictConfig, run_dir: Path, point: ResumePoint | None) -> 
     if cfg.trainer.get("accelerator") in ("gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError("trainer.accelerator", cfg.trainer.accelerator, "there is no GPU here; use trainer=cpu")
     terminal = sys.stdout.isatty()
-    own = {"run_dir": str(run_dir), "resumed": point, "terminal": terminal}
+    given = dict(cfg.trainer)
+    own = {"run_dir": str(run_dir), "resumed": point, "terminal": terminal, "max_time": given.get("max_time")}
     callbacks: list[Callback] = [_instantiate_part(node, own) for node in (cfg.callbacks or {}).values()]
     loggers = [_instantiate_part(node, own) for node in (cfg.logger or {}).values()]
-    given = dict(cfg.trainer)
+    if own["max_time"] is not None:
+        if not any(isinstance(callback, StopOnSignal) for callback in callbacks):
+            raise ConfigError("trainer.max_time", own["max_time"], "needs callbacks.stop; put it back")
+        if given.get("max_steps") in (None, -1) and given.get("max_epochs") is None:
+            given["max_epochs"] = -1  # no other end
     try:
         trainer: pl.Trainer = build(
-            cfg.trainer,
+            OmegaConf.create(given | {"max_time": None}),
             callbacks=callbacks,
             logger=loggers or False,
             plugins=[AtomicCheckpointIO()],
@@ -307,9 +313,37 @@ def fit(plan: Plan, module: TrainingModule) -> None:
     """Trains; where the run goes on from a checkpoint, from there."""
     if plan.checkpoint is not None:
         log.info("resuming from %s at step %d", plan.checkpoint, plan.step)
-    for logger in plan.trainer.loggers:
-        logger.log_hyperparams(plan.config())
-    plan.trainer.fit(module, datamodule=plan.data, ckpt_path=plan.checkpoint, weights_only=True)
+    with signals_handled(plan.trainer):
+        for logger in plan.trainer.loggers:
+            logger.log_hyperparams(plan.config())
+        plan.trainer.fit(module, datamodule=plan.data, ckpt_path=plan.checkpoint, weights_only=True)
+
+
+def stop_callbacks(trainer: pl.Trainer) -> list[StopOnSignal]:
+    """The trainer's callbacks that take signals: one, or none where the config leaves it out."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, StopOnSignal)]  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def signals_handled(trainer: pl.Trainer) -> Iterator[None]:
+    """While the context lasts, signals go to the trainer's callback for them."""
+    with contextlib.ExitStack() as stack:
+        for callback in stop_callbacks(trainer):
+            stack.enter_context(callback.installed(trainer))
+        yield
+
+
+def write_outcome(plan: Plan, results: Mapping[str, Any]) -> None:
+    """Writes ``results.json`` and the training curve.
+
+    Raises:
+        WriteError: they cannot be written; the checkpoints are complete.
+    """
+    with writing(plan.run_dir):
+        write_json(plan.run_dir / "results.json", results)
+        for logger in plan.trainer.loggers:
+            if isinstance(logger, CSVLogger) and draw_curve(logger.path, plan.run_dir / "curve.png"):
+                log.info("training curve: %s", plan.run_dir / "curve.png")
 
 
 def collect_results(plan: Plan, module: TrainingModule) -> dict[str, Any]:

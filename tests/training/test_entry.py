@@ -106,7 +106,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_previous_checkpoin
 
     monkeypatch.setattr(torch, "save", full_from_step_3)
     settings = ["callbacks.last.every_n_steps=1", "trainer.val_check_interval=50", f"hydra.run.dir={tmp_path}/run"]
-    assert train_py(monkeypatch, *tiny_overrides(write_corpus(tmp_path)), *settings) == 2
+    assert train_py(monkeypatch, *tiny_overrides(write_corpus(tmp_path)), *settings) == 4
     err = capsys.readouterr().err
     assert err.startswith(
         f"error: checkpoint={tmp_path}/run/checkpoints/last.ckpt: cannot be written (No space left on"

@@ -208,7 +208,7 @@ class TestErrors:
         folder.mkdir()
         own = {"format": 1, "config": {}, "tokenizer": {}}
         for name, step in (("a", 9), ("b", 100), ("c", 20)):
-            torch.save({"samu_lm": own, "global_step": step}, folder / f"{name}.ckpt")
+            torch.save({"samu_lm": own, "global_step": step, "loops": {}}, folder / f"{name}.ckpt")
         path, content = find_checkpoint("last", tmp_path)
         assert (path.name, content["global_step"]) == ("b.ckpt", 100)
 

@@ -147,7 +147,7 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
         (["compile=yes"], r"^compile=yes: must be true or false"),
         (["seed=-1"], r"^seed=-1: must be a whole number"),
         (["seed=1.5"], r"^seed=1\.5: must be a whole number"),
-        (["resume=3"], r"^resume=3: must be last, a checkpoint's path, or null"),
+        (["resume=3"], r"^resume=3: must be last, auto, a checkpoint's path, or null"),
         (["resume=nowhere.ckpt"], r"^resume=.*nowhere\.ckpt: no such file"),
         (["logger.csv.folder=3"], r"^logger\.csv\.folder=3: wrong type int"),
     ],

@@ -1,13 +1,13 @@
 """Callbacks of a training run, one job each."""
 
-from samu_lm.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from samu_lm.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, NonFiniteError
 from samu_lm.training.callbacks.gradient_norm import GradientNorm, NonFiniteGradientError
 from samu_lm.training.callbacks.learning_rate import LearningRate
 from samu_lm.training.callbacks.memory import Memory
 from samu_lm.training.callbacks.mfu import ModelFlopsUtilisation
 from samu_lm.training.callbacks.progress import PlainProgress
 from samu_lm.training.callbacks.rng import RandomState
-from samu_lm.training.callbacks.stop import GracefulStop, StopOnSignal
+from samu_lm.training.callbacks.stop import GracefulStop, StopOnSignal, TimeIsUp
 from samu_lm.training.callbacks.throughput import Throughput
 
 __all__ = [
@@ -18,9 +18,11 @@ __all__ = [
     "LearningRate",
     "Memory",
     "ModelFlopsUtilisation",
+    "NonFiniteError",
     "NonFiniteGradientError",
     "PlainProgress",
     "RandomState",
     "StopOnSignal",
     "Throughput",
+    "TimeIsUp",
 ]

@@ -1,23 +1,31 @@
-"""Stops a run on SIGTERM, SIGUSR1 or SIGINT with a checkpoint of its last optimizer step."""
+"""Stops a run on a signal, or when its time is up, with a checkpoint of its last optimizer step."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
+import subprocess
 import threading
+import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from samu_lm.errors import ConfigError
 from samu_lm.training.callbacks.checkpoints import LastCheckpoint
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+TIME_IS_UP_STATUS = 124  # that of timeout(1)
 
 
 class GracefulStop(SystemExit):
@@ -25,35 +33,90 @@ class GracefulStop(SystemExit):
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
-        self.signum = signum
+
+
+class TimeIsUp(GracefulStop):
+    """Ends the process with status 124: ``trainer.max_time`` is reached and the run is not completed."""
+
+    def __init__(self) -> None:
+        SystemExit.__init__(self, TIME_IS_UP_STATUS)
 
 
 class StopOnSignal(Callback):
     """Finishes the optimizer step (or validation batch, or write) at hand, saves ``last.ckpt`` and ends the process.
 
     The checkpoint is that of the last finished optimizer step; a validation that the signal cut short is done again
-    when the run is resumed. A second signal ends the process at once. With several ranks a signal to any of them stops
-    all at the same step.
+    when the run is resumed. Before the first step a signal ends the process at once, with the same status. A second
+    signal ends it at once anyway. With several ranks a signal to any of them stops all at the same step.
+
+    In a job of SLURM, that is of ``srun``, Lightning's plugin says which signal announces the end of the job's time
+    (SIGUSR1); after the save the job is then put back in the queue.
+
+    Args:
+        requeue: whether it is.
+        max_time: the trainer's; counted from this process's start of the run, whatever earlier parts took.
+
+    Raises:
+        ConfigError: a time that is none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, requeue: bool = True, max_time: str | None = None) -> None:
+        self.requeue = requeue
+        self._seconds = _seconds(max_time)
+        self._began = time.monotonic()
         self._signum = 0
+        self._training = False
         self._previous: dict[signal.Signals, Any] = {}
+        self._requeue_signal: signal.Signals | None = None
+
+    # -- handlers --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def installed(self, trainer: pl.Trainer) -> Iterator[None]:
+        """While the context lasts, signals come here. To be entered before `fit`; may be entered inside itself."""
+        if self._previous or threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may set handlers
+            return
+        self._signum, self._training = 0, False
+        environment = trainer._accelerator_connector.cluster_environment
+        if self.requeue and isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue_signal = environment.requeue_signal
+        signals = {*SIGNALS, *([self._requeue_signal] if self._requeue_signal else [])}
+        self._previous = {s: signal.signal(s, self._handle) for s in signals}
+        try:
+            yield
+        finally:
+            self._restore()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._signum = 0
-        if threading.current_thread() is threading.main_thread():  # the only one that may set handlers
-            self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
+        self._training = True
+        for s in self._previous:  # Lightning has put a handler of its own in front of some
+            signal.signal(s, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self._signum = signum
+        second, self._signum = bool(self._signum), signum
         # The system's own action, so that a second signal ends the process even where Python does not get to run.
-        for s in SIGNALS:
+        for s in self._previous:
             signal.signal(s, signal.SIG_DFL)
+        if second:  # Lightning restores handlers when it has ended
+            os.kill(os.getpid(), signum)
         # Not by the logger: the signal may have come while it was writing.
-        os.write(
-            2, f"{signal.Signals(signum).name}: saving the last step, then stopping; again to stop at once\n".encode()
-        )
+        what = "saving the last step, then stopping; again to stop at once" if self._training else "stopping"
+        os.write(2, f"{signal.Signals(signum).name}: {what}\n".encode())
+        if not self._training:
+            raise GracefulStop(signum)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        launcher: Any = trainer.strategy.launcher
+        if isinstance(exception, GracefulStop) and not self._training and launcher is not None:
+            launcher.kill(signal.SIGTERM)  # ranks that this process started and that wait for it
+
+    def _restore(self) -> None:
+        for s, handler in self._previous.items():
+            signal.signal(s, handler)
+        self._previous = {}
+
+    # -- stopping --------------------------------------------------------------------------------------------------
 
     def on_step_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_if_asked(trainer, pl_module)
@@ -70,34 +133,59 @@ class StopOnSignal(Callback):
         self._stop_if_asked(trainer, pl_module)
 
     def _stop_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        signum = self._signum
         if trainer.state.fn != "fit" or trainer.sanity_checking:
             return
+        signum = self._signum
+        time_is_up = self._seconds is not None and time.monotonic() - self._began >= self._seconds
         if trainer.world_size > 1:
-            seen = torch.tensor(signum, device=pl_module.device)
+            seen = torch.tensor([signum, int(time_is_up)], device=pl_module.device)
             torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX)
-            signum = int(seen)
-        if not signum:
+            signum, time_is_up = int(seen[0]), bool(seen[1])
+        completed = 0 <= trainer.max_steps <= trainer.global_step
+        if not signum and (not time_is_up or completed):
             return
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, LastCheckpoint):
                 callback.save(trainer)
                 if trainer.is_global_zero:
-                    log.warning("stopped at step %d; resume=last goes on from %s", trainer.global_step, callback.path)
+                    why = "" if signum else "trainer.max_time is reached: "
+                    step = trainer.global_step
+                    log.warning("%sstopped at step %d; resume=last goes on from %s", why, step, callback.path)
+        if not signum:
+            raise TimeIsUp
+        if signum == self._requeue_signal and trainer.is_global_zero:
+            requeue_job()
         raise GracefulStop(signum)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore()
 
     def exit_if_asked(self) -> None:
         """Ends the process if the signal came too late to stop the training; to be called when all else is done."""
         if self._signum:
             raise GracefulStop(self._signum)
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
 
-    def _restore(self) -> None:
-        for s, handler in self._previous.items():
-            signal.signal(s, handler)
-        self._previous = {}
+def _seconds(max_time: str | None) -> float | None:
+    if max_time is None:
+        return None
+    try:
+        seconds = Timer(max_time)._duration
+    except MisconfigurationException as error:
+        remedy = "must be DD:HH:MM:SS, as in 00:11:30:00"
+        raise ConfigError("trainer.max_time", max_time, remedy) from error
+    assert seconds is not None
+    if seconds <= 0:
+        raise ConfigError("trainer.max_time", max_time, "must be longer than no time")
+    return seconds
+
+
+def requeue_job() -> None:
+    """Asks SLURM to put this job back in the queue; what keeps it from that is an error in the log."""
+    job = os.environ.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        log.error("the job %s is not put back in the queue: %s; submit it again with resume=last", job, said)
+    else:
+        log.warning("the job %s is back in the queue", job)

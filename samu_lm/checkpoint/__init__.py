@@ -1,7 +1,10 @@
-"""The checkpoint file as training writes it and evaluation reads it: Lightning's, plus this package's own entry.
+"""The checkpoint as training writes it and evaluation reads it: Lightning's, plus this package's own entry.
 
 `checkpoint["samu_lm"]` holds the format's number, the run's composed and resolved config, and the tokenizer's state;
 the model's weights are in `checkpoint["state_dict"]` under `model.`. All of it loads under `weights_only=True`.
+
+The same content may lie in a file, in a folder of shards (`sharded.py`) or, without what only training needs, in a
+folder with safetensors (`exported.py`).
 """
 
 from __future__ import annotations
@@ -20,24 +23,64 @@ WEIGHT_PREFIX = "model."
 _ZIP_MAGIC = b"PK\x03\x04"
 
 
-def read_checkpoint(path: Path, key: str) -> dict[str, Any]:
-    """Reads a checkpoint without running code from it; tensors stay on the disk until they are used.
+def read_checkpoint(path: Path, key: str, shapes_only: bool = False) -> dict[str, Any]:
+    """Reads a checkpoint and verifies its checksums; tensors of a file stay on the disk until they are used.
+
+    No code from a file or an exported folder is run. A folder of shards is PyTorch's own format, which is pickled:
+    take one from a place that you trust.
 
     Args:
-        path: the file.
+        path: the file or folder.
         key: config key that gave it, for the errors.
+        shapes_only: of a folder of shards, give weights on the meta device and no optimizer states.
 
     Raises:
-        ConfigError: the file is absent, truncated, or not a checkpoint of this package and format.
+        ConfigError: the checkpoint is absent, truncated, damaged, or not one of this package and format.
     """
-    _check_file(path, key)
+    from samu_lm.checkpoint import exported, sharded
+
+    if exported.is_exported(path):
+        content = exported.read(path, key)
+    elif sharded.is_sharded(path):
+        content = sharded.read(path, key, shapes_only)
+    else:
+        _check_file(path, key)
+        content = load_plain(path, key)
+    return _own_format(content, path, key)
+
+
+def read_step(path: Path, key: str) -> int:
+    """The optimizer step of a checkpoint that training wrote, without reading its weights or verifying its checksums.
+
+    Raises:
+        ConfigError: as `read_checkpoint`, as far as that shows.
+    """
+    from samu_lm.checkpoint import sharded
+
+    if sharded.is_sharded(path):
+        content = load_plain(path / sharded.REST, key)
+    else:
+        _check_structure(path, key)
+        content = load_plain(path, key)
+    return int(_own_format(content, path, key)["global_step"])
+
+
+def load_plain(path: Path, key: str) -> Any:
+    """What `torch.save` wrote, read without running code from it; tensors stay on the disk until they are used.
+
+    Raises:
+        ConfigError: it cannot be read, or holds more than plain values.
+    """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(key, path, "holds more than plain values; give a checkpoint that train.py wrote") from error
     except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise ConfigError(key, path, f"cannot be read as a checkpoint ({reason}); give a complete file") from error
+
+
+def _own_format(content: Any, path: Path, key: str) -> dict[str, Any]:
     own = content.get("samu_lm") if isinstance(content, dict) else None
     if not isinstance(own, dict) or not {"format", "config", "tokenizer"} <= own.keys():
         raise ConfigError(key, path, "is not a checkpoint that train.py wrote; give one that is")
@@ -46,8 +89,8 @@ def read_checkpoint(path: Path, key: str) -> dict[str, Any]:
     return content
 
 
-def _check_file(path: Path, key: str) -> None:
-    """Refuses what cannot be a whole checkpoint, before anything is loaded."""
+def _check_structure(path: Path, key: str) -> None:
+    """Refuses what is no file of `torch.save` with a beginning and an end."""
     if path.is_dir():
         inside = (path / "checkpoints" / "last.ckpt", path / "last.ckpt")
         example = next((file for file in inside if file.is_file()), inside[0])
@@ -65,6 +108,11 @@ def _check_file(path: Path, key: str) -> None:
         raise ConfigError(key, path, "is not a checkpoint; give a file that train.py wrote")
     if not zipfile.is_zipfile(path):
         raise ConfigError(key, path, "is truncated: its end is missing; copy it again or give an earlier one")
+
+
+def _check_file(path: Path, key: str) -> None:
+    """Refuses what cannot be a whole checkpoint, before anything is loaded."""
+    _check_structure(path, key)
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # reads every byte: a memory-mapped load would take damaged weights in silence
