@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
         "samu_lm.benchmarks.explain_dispatch", "which kernels each mixer of a shape runs on a GPU, and why"
     ),
     "prepare": Command("samu_lm.prepare", "tokenize a corpus of any size into shards to train on"),
+    "export": Command("samu_lm.checkpoint.export", "a checkpoint as safetensors, config and tokenizer, or back"),
     "presets": Command("samu_lm.evaluation.presets", "parameters, FLOPs and state bytes of each model preset"),
 }
 
