@@ -62,6 +62,7 @@ class TrainingModule(pl.LightningModule):
         self._nll: Callable[..., Tensor] = torch.compile(packed_nll, backend=compile_backend) if compile else packed_nll
         # Sums since the last step, on the device, this rank's part: nats, targets.
         self._step_sums: Tensor | None = None
+        self.step_loss = torch.tensor(0.0)  # nats per target of the step whose gradient is ready
         self._step_row_tokens = 0
         self._val_sums: Tensor | None = None  # nats, targets, bytes
         self._bytes_of_token: Tensor | None = None
@@ -90,17 +91,24 @@ class TrainingModule(pl.LightningModule):
         nats, targets = self._reduce(self._step_sums)
         averaged_over = self.trainer.accumulate_grad_batches * self.trainer.world_size
         at_least_one = targets.clamp(min=1)  # a step without targets has zero gradients, not NaN
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        # Of a gradient in shards each rank scales its own part.
+        gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in self.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, (averaged_over / at_least_one).float())
+        self.step_loss = nats / at_least_one
         self._targets_seen = self._targets_seen + targets
         self.row_tokens_seen += self._step_row_tokens
         self._step_sums, self._step_row_tokens = None, 0
         if is_logged(self.trainer, self.trainer.global_step + 1):
-            self.log("train/loss", nats / at_least_one, prog_bar=True)
+            self.log("train/loss", self.step_loss, prog_bar=True)
             self.log("targets_seen", self._targets_seen)
             for name, share in self.trainer.datamodule.packing_shares().items():  # type: ignore[attr-defined]
                 self.log(name, torch.tensor(share, dtype=torch.float64))
             self._log_place(self.trainer.global_step + 1)
+
+    @property
+    def at_step_start(self) -> bool:
+        """Whether the next batch is the first of an optimizer step."""
+        return self._step_sums is None
 
     @property
     def targets_seen(self) -> int:

@@ -1,7 +1,8 @@
 """Callbacks of a training run, one job each."""
 
 from samu_lm.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, NonFiniteError
-from samu_lm.training.callbacks.gradient_norm import GradientNorm, NonFiniteGradientError
+from samu_lm.training.callbacks.gradient_norm import GradientNorm
+from samu_lm.training.callbacks.guard import StepGuard
 from samu_lm.training.callbacks.learning_rate import LearningRate
 from samu_lm.training.callbacks.memory import Memory
 from samu_lm.training.callbacks.mfu import ModelFlopsUtilisation
@@ -19,9 +20,9 @@ __all__ = [
     "Memory",
     "ModelFlopsUtilisation",
     "NonFiniteError",
-    "NonFiniteGradientError",
     "PlainProgress",
     "RandomState",
+    "StepGuard",
     "StopOnSignal",
     "Throughput",
     "TimeIsUp",
