@@ -5,13 +5,13 @@ Shapes: B rows, L tokens, D model width, W width of the recurrence, K convolutio
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from samu_lm.model import init
-from samu_lm.model.mixers import build_mixer, check_backend
-from samu_lm.ops import causal_conv1d
+from samu_lm.model.gated_delta import GatedDelta
+from samu_lm.model.layers import CausalConv1d, RMSNorm
+from samu_lm.model.mixers import RGLRU, SAMU, build_mixer
 
 BlockState = tuple[Tensor, Tensor]
 
@@ -19,43 +19,6 @@ BlockState = tuple[Tensor, Tensor]
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU in its tanh form."""
     return F.gelu(x, approximate="tanh")
-
-
-class RMSNorm(nn.Module):
-    """x * rsqrt(mean(x^2) + 1e-6) * (1 + scale), worked out in float32, returned in x's dtype; scale starts at 0."""
-
-    eps = 1e-6
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalises the last dimension."""
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
-        return (normed * (1 + self.scale.float())).to(x.dtype)
-
-
-class CausalConv1d(nn.Module):
-    """Depthwise convolution over time with ``weight[W, K]`` and ``bias[W]`` that stops at resets."""
-
-    def __init__(self, width: int, taps: int = 4, backend: str = "auto") -> None:
-        super().__init__()
-        if taps < 1:
-            raise ValueError(f"conv_width={taps}: must be at least 1")
-        self.backend = check_backend(backend)
-        self.weight = nn.Parameter(torch.empty(width, taps))
-        self.bias = nn.Parameter(torch.empty(width))
-        init.convolution_(self.weight, self.bias)
-
-    def forward(self, x: Tensor, reset: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns y ``[B, L, W]`` and the state ``[B, K-1, W]`` after the last token."""
-        y, final_state = causal_conv1d(
-            x, self.weight, self.bias, reset=reset, initial_state=state, output_final_state=True, backend=self.backend
-        )
-        assert final_state is not None
-        return y, final_state
 
 
 class MLP(nn.Module):
@@ -81,12 +44,14 @@ class RecurrentBlock(nn.Module):
     Args:
         width: D, model width.
         rnn_width: W, width of the recurrence.
-        mixer: ``samu`` or ``rglru``.
+        mixer: ``samu``, ``rglru`` or ``gated_delta``; the last brings its own projections and convolution, and has W
+            channels of values.
         depth: blocks of the whole model; scales the initialisation of the two output projections.
         num_blocks: gate blocks of RG-LRU.
         conv_width: taps K of the convolution.
         mlp_expansion: hidden width of the MLP over D.
         backend: ``auto``, ``reference`` or ``triton`` for the convolution and the mixer.
+        num_heads: heads of the gated delta rule.
 
     Raises:
         ValueError: a size does not suit the mixer.
@@ -102,19 +67,24 @@ class RecurrentBlock(nn.Module):
         conv_width: int = 4,
         mlp_expansion: int = 3,
         backend: str = "auto",
+        num_heads: int = 8,
     ) -> None:
         super().__init__()
         self.norm = RMSNorm(width)
-        self.linear_x = nn.Linear(width, rnn_width)
-        self.linear_y = nn.Linear(width, rnn_width)
-        self.conv = CausalConv1d(rnn_width, conv_width, backend)
-        self.mixer = build_mixer(mixer, rnn_width, num_blocks, backend)
-        self.linear_out = nn.Linear(rnn_width, width)
+        self.mixer: SAMU | RGLRU | GatedDelta
+        if mixer == "gated_delta":
+            self.mixer = GatedDelta(width, rnn_width, num_heads, conv_width, depth, backend)
+        else:
+            self.linear_x = nn.Linear(width, rnn_width)
+            self.linear_y = nn.Linear(width, rnn_width)
+            self.conv = CausalConv1d(rnn_width, conv_width, backend)
+            self.mixer = build_mixer(mixer, rnn_width, num_blocks, backend)
+            self.linear_out = nn.Linear(rnn_width, width)
+            init.linear_(self.linear_x)
+            init.linear_(self.linear_y)
+            init.linear_(self.linear_out, scale=2 / depth)
         self.mlp_norm = RMSNorm(width)
         self.mlp = MLP(width, mlp_expansion, depth)
-        init.linear_(self.linear_x)
-        init.linear_(self.linear_y)
-        init.linear_(self.linear_out, scale=2 / depth)
 
     def forward(
         self, x: Tensor, reset: Tensor | None = None, state: BlockState | None = None, return_state: bool = False
@@ -124,14 +94,42 @@ class RecurrentBlock(nn.Module):
         Args:
             x: residual stream ``[B, L, D]``.
             reset: bool ``[B, L]``, True at first tokens.
-            state: convolution state ``[B, K-1, W]`` and recurrence state ``[B, W]``; the rows then continue.
+            state: the convolution's and the recurrence's, of :meth:`state_shapes`; the rows then continue.
             return_state: return ``(x, state)`` instead of x.
         """
+        branch, new_state = self._recurrent_branch(self.norm(x), reset, state, return_state)
+        x = x + branch
+        x = x + self.mlp(self.mlp_norm(x))
+        return x if new_state is None else (x, new_state)
+
+    def _recurrent_branch(
+        self, n: Tensor, reset: Tensor | None, state: BlockState | None, return_state: bool
+    ) -> tuple[Tensor, BlockState | None]:
+        if isinstance(self.mixer, GatedDelta):
+            return self.mixer.mix(n, reset, state, return_state)
         conv_state, mixer_state = (None, None) if state is None else state
-        n = self.norm(x)
         branch_y = gelu_tanh(self.linear_y(n))
         convolved, conv_state = self.conv(self.linear_x(n), reset, conv_state)
         recurrent, mixer_state = self.mixer.mix(convolved, reset, mixer_state, return_state)
-        x = x + self.linear_out(recurrent * branch_y)
-        x = x + self.mlp(self.mlp_norm(x))
-        return x if mixer_state is None else (x, (conv_state, mixer_state))
+        branch = self.linear_out(recurrent * branch_y)
+        return branch, None if mixer_state is None else (conv_state, mixer_state)
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the convolution's and the recurrence's state, without the rows."""
+        if isinstance(self.mixer, GatedDelta):
+            return self.mixer.state_shapes()
+        width, taps = self.conv.weight.shape
+        return (taps - 1, width), (width,)
+
+    def matmul_flops_per_token(self) -> int:
+        """Forward FLOPs per token in matrix products; a multiply-add is 2."""
+        linears = [m for m in self.modules() if isinstance(m, nn.Linear)]
+        inside = 0 if isinstance(self.mixer, GatedDelta) else self.mixer.matmul_flops_per_token()
+        return sum(2 * m.in_features * m.out_features for m in linears) + inside
+
+    def recurrence_flops_per_token(self) -> int:
+        """Forward FLOPs per token of the recurrence and the convolution."""
+        taps, channels = self.state_shapes()[0][0] + 1, self.state_shapes()[0][1]
+        return self.mixer.recurrence_flops_per_token() + 2 * taps * channels

@@ -11,9 +11,10 @@ RGLRU_MIN_RADIUS, RGLRU_MAX_RADIUS = 0.9, 0.999
 
 
 def linear_(module: nn.Linear, scale: float = 1.0) -> None:
-    """Weights normal with variance ``scale / fan_in``; bias 0."""
+    """Weights normal with variance ``scale / fan_in``; bias, where there is one, 0."""
     nn.init.normal_(module.weight, std=math.sqrt(scale / module.in_features))
-    nn.init.zeros_(module.bias)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
 
 
 def convolution_(weight: Tensor, bias: Tensor) -> None:
@@ -41,3 +42,14 @@ def rglru_decay_(a_param: Tensor) -> None:
     low, high = RGLRU_MIN_RADIUS**2, RGLRU_MAX_RADIUS**2
     squared = low + (high - low) * torch.rand(a_param.shape, dtype=torch.float64, device=a_param.device)
     a_param.copy_(torch.expm1(-squared.log() / 2).log())
+
+
+@torch.no_grad()
+def delta_decay_(rate_log: Tensor, step_bias: Tensor) -> None:
+    """Rates uniform in (0, 16) and steps log-uniform in (0.001, 0.1), as Mamba-2 and Gated DeltaNet draw them.
+
+    A head's log_alpha is ``-exp(rate_log) * softplus(step_bias + ...)``.
+    """
+    rate_log.copy_((16 * _uniform(rate_log)).log())
+    step = torch.exp(math.log(1e-3) + (math.log(0.1) - math.log(1e-3)) * _uniform(step_bias))
+    step_bias.copy_(torch.expm1(step).log())

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from samu_lm.model.block import RecurrentBlock, RMSNorm
-from samu_lm.model.mixers import check_backend, check_mixer
+from samu_lm.model.block import RecurrentBlock
+from samu_lm.model.layers import RMSNorm, check_backend
+from samu_lm.model.mixers import check_mixer
 from samu_lm.model.state import ModelState
 
 VOCABULARY_MULTIPLE = 64
@@ -34,15 +35,17 @@ class RecurrentLM(nn.Module):
         vocab_size: V, number of token ids. The embedding is padded inside to a multiple of 64; padding ids get no
             logit, so they are never sampled and never a target.
         width: D, model width.
-        rnn_width: W, width of the recurrence; even for SAMU, divisible by ``num_blocks`` for RG-LRU.
+        rnn_width: W, width of the recurrence; even for SAMU, divisible by ``num_blocks`` for RG-LRU and by
+            ``num_heads`` for the gated delta rule, where it is that of queries, keys and values alike.
         depth: number of residual blocks.
-        mixer: ``samu`` or ``rglru``.
-        num_blocks: gate blocks of RG-LRU (unused by SAMU, which has no gate blocks).
+        mixer: ``samu``, ``rglru`` or ``gated_delta``.
+        num_blocks: gate blocks of RG-LRU (unused by the others).
         conv_width: taps of the causal convolution.
         mlp_expansion: hidden width of the MLP over D.
         activation_checkpointing: keep only each block's input for the backward pass and work the block out again
             there; same loss and gradients, less memory, about a third more time.
         backend: ``auto``, ``reference`` or ``triton`` for the recurrences and convolutions.
+        num_heads: heads of the gated delta rule (unused by the others).
 
     Raises:
         ValueError: a size is not positive or does not suit the mixer; the message names the argument.
@@ -60,6 +63,7 @@ class RecurrentLM(nn.Module):
         mlp_expansion: int = 3,
         activation_checkpointing: bool = False,
         backend: str = "auto",
+        num_heads: int = 8,
     ) -> None:
         super().__init__()
         _check_positive(
@@ -70,8 +74,9 @@ class RecurrentLM(nn.Module):
             num_blocks=num_blocks,
             conv_width=conv_width,
             mlp_expansion=mlp_expansion,
+            num_heads=num_heads,
         )
-        check_mixer(mixer, rnn_width, num_blocks)  # before any memory is taken
+        check_mixer(mixer, rnn_width, num_blocks, num_heads)  # before any memory is taken
         check_backend(backend)
         self.vocab_size, self.width, self.rnn_width, self.depth = vocab_size, width, rnn_width, depth
         self.mixer, self.conv_width = mixer, conv_width
@@ -80,7 +85,7 @@ class RecurrentLM(nn.Module):
         self.embedding = nn.Embedding(padded, width)
         nn.init.normal_(self.embedding.weight, std=math.sqrt(1 / width))
         self.blocks = nn.ModuleList(
-            RecurrentBlock(width, rnn_width, mixer, depth, num_blocks, conv_width, mlp_expansion, backend)
+            RecurrentBlock(width, rnn_width, mixer, depth, num_blocks, conv_width, mlp_expansion, backend, num_heads)
             for _ in range(depth)
         )
         self.final_norm = RMSNorm(width)
@@ -157,10 +162,10 @@ class RecurrentLM(nn.Module):
         if batch_size < 0:
             raise ValueError(f"batch_size={batch_size}: must not be negative")
         weight = self.embedding.weight
-        conv_shape = (batch_size, self.conv_width - 1, self.rnn_width)
+        conv, recurrent = self._first_block().state_shapes()
         return ModelState(
-            tuple(weight.new_zeros(conv_shape) for _ in range(self.depth)),
-            tuple(weight.new_zeros(batch_size, self.rnn_width, dtype=torch.float32) for _ in range(self.depth)),
+            tuple(weight.new_zeros(batch_size, *conv) for _ in range(self.depth)),
+            tuple(weight.new_zeros(batch_size, *recurrent, dtype=torch.float32) for _ in range(self.depth)),
             torch.zeros(batch_size, dtype=torch.int64, device=weight.device),
         )
 
@@ -226,26 +231,25 @@ class RecurrentLM(nn.Module):
         The recurrences' own arithmetic (:meth:`recurrence_flops_per_token`) and any recomputation are left out, as
         model-FLOPs utilisation wants it.
         """
-        dim, first = self.width, self._first_block()
-        hidden = first.mlp.gate.out_features
-        block = 2 * (3 * dim * self.rnn_width + 3 * dim * hidden) + first.mixer.matmul_flops_per_token()
-        forward = self.depth * block + 2 * dim * self.vocab_size
+        block = self._first_block().matmul_flops_per_token()
+        forward = self.depth * block + 2 * self.width * self.vocab_size
         return 3 * forward if training else forward
 
     def recurrence_flops_per_token(self) -> int:
         """Forward FLOPs per token of the recurrences and convolutions, which run outside matrix products."""
-        mixer = self._first_block().mixer.recurrence_flops_per_token()
-        return self.depth * (mixer + 2 * self.conv_width * self.rnn_width)
+        return self.depth * self._first_block().recurrence_flops_per_token()
 
     def state_bytes(self, batch_size: int = 1, activation_bytes: int = 2) -> int:
         """Bytes of the recurrent state: float32 recurrences, convolution inputs in the activations' dtype."""
-        row = self.rnn_width * (_FLOAT32_BYTES + (self.conv_width - 1) * activation_bytes)
+        conv, recurrent = self._first_block().state_shapes()
+        row = math.prod(recurrent) * _FLOAT32_BYTES + math.prod(conv) * activation_bytes
         return batch_size * self.depth * row
 
     def decay_parameter_names(self) -> set[str]:
         """Parameters that weight decay may shrink: the matrices (linear maps, gate blocks, embedding).
 
-        Norm scales, biases, convolution taps, RG-LRU's radii, and SAMU's spectrum and controls are never decayed.
+        Norm scales, biases, convolution taps, RG-LRU's radii, SAMU's spectrum and controls, and the gated delta
+        rule's decays are never decayed.
         """
         matrices = {"embedding.weight"}
         for name, module in self.named_modules():

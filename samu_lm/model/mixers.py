@@ -9,17 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from samu_lm.model import init
+from samu_lm.model.gated_delta import GatedDelta
+from samu_lm.model.layers import check_backend
 from samu_lm.ops import rglru_mixer, samu_mixer
-from samu_lm.ops.backend import BACKENDS
 
 MixerOutput = Tensor | tuple[Tensor, Tensor]
-
-
-def check_backend(backend: str) -> str:
-    """Refuses a backend that no op knows."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
-    return backend
 
 
 class Mixer(nn.Module):
@@ -193,20 +187,22 @@ class RGLRU(Mixer):
         return f"width={self.width}, num_blocks={self.num_blocks}, backend={self.backend!r}"
 
 
-MIXERS = ("samu", "rglru")
+MIXERS = ("samu", "rglru", "gated_delta")
 
 
 def build_mixer(name: str, width: int, num_blocks: int, backend: str) -> SAMU | RGLRU:
-    """The mixer called ``name``: ``samu`` or ``rglru`` (``num_blocks`` is RG-LRU's alone)."""
+    """The diagonal mixer called ``name``: ``samu`` or ``rglru`` (``num_blocks`` is RG-LRU's alone)."""
     check_mixer(name, width, num_blocks)
     return SAMU(width, backend) if name == "samu" else RGLRU(width, num_blocks, backend)
 
 
-def check_mixer(name: str, width: int, num_blocks: int) -> None:
+def check_mixer(name: str, width: int, num_blocks: int, num_heads: int = 8) -> None:
     """Raises ValueError unless ``name`` is a mixer and the width suits it."""
     if name not in MIXERS:
         raise ValueError(f"mixer={name!r}: must be one of {', '.join(MIXERS)}")
     if name == "samu":
         SAMU.check_width(width)
+    elif name == "gated_delta":
+        GatedDelta.check_width(width, num_heads)
     else:
         RGLRU.check_width(width, num_blocks)

@@ -1,7 +1,7 @@
 """The recurrent state of a whole model as one object that can be saved, loaded and branched.
 
 Shapes: B rows, W width of the recurrence; per block one convolution state ``[B, K-1, W]`` and one recurrence state
-``[B, W]`` (float32).
+``[B, W]`` (float32); for the gated delta rule ``[B, K-1, 3 W]`` and ``[B, H, d, d]``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ModelState:
 
     Attributes:
         conv: one ``[B, K-1, W]`` per block, the convolution's last inputs, oldest first.
-        recurrent: one float32 ``[B, W]`` per block (SAMU: real parts, then imaginary parts).
+        recurrent: one float32 ``[B, W]`` per block (SAMU: real parts, then imaginary parts), or ``[B, H, d, d]``.
         tokens: int64 ``[B]``, tokens seen since the state was empty; where 0, the next token is a first token.
     """
 

@@ -105,21 +105,22 @@ def test_senseless_values_are_refused_by_name(key: str, value: Any) -> None:
     Sampling().check()
 
 
-@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+@pytest.mark.parametrize("mixer", ["samu", "rglru", "gated_delta"])
 @pytest.mark.parametrize("length", [0, 1, 3, 31, 64])
 def test_prefill_decoding_and_the_parallel_pass_agree(mixer: str, length: int) -> None:
     """Of 300 tokens a prompt of `length` is prefilled, the rest decoded one by one: the parallel pass."""
     model = small_model(mixer)
+    bound = 1e-3 if mixer == "gated_delta" else 2e-4  # a head's norm amplifies the rounding of outputs close to 0
     ids = torch.randint(0, 258, (1, 300), generator=torch.Generator().manual_seed(length))
     with torch.inference_mode():
         whole = model(ids)[0]
         state = model.init_state(1)
         if length:
             logits, state = prefill(model, ids[0, :length].tolist(), device=CPU)
-            torch.testing.assert_close(logits[0], whole[length - 1], rtol=2e-4, atol=2e-4)
+            torch.testing.assert_close(logits[0], whole[length - 1], rtol=bound, atol=bound)
         for position in range(length, 300):
             logits, state = model.step(ids[:, position], state)
-            torch.testing.assert_close(logits[0], whole[position], rtol=2e-4, atol=2e-4)
+            torch.testing.assert_close(logits[0], whole[position], rtol=bound, atol=bound)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 31, 63, 64, 65])
@@ -135,7 +136,7 @@ def test_prefill_agrees_at_every_chunk(chunk: int) -> None:
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+@pytest.mark.parametrize("mixer", ["samu", "rglru", "gated_delta"])
 def test_greedy_equals_argmax_of_the_parallel_pass(mixer: str) -> None:
     model = small_model(mixer)
     prompt = [256, 72, 105]

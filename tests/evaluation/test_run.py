@@ -52,7 +52,7 @@ def plain_losses(model: RecurrentLM, texts: list[bytes], tokenizer: Tokenizer, s
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+@pytest.mark.parametrize("mixer", ["samu", "rglru", "gated_delta"])
 def test_figures_equal_a_plain_computation(mixer: str, corpus: Path, tmp_path: Path) -> None:
     model, config = small_model(mixer=mixer), text_config(corpus)
     saved = save_checkpoint(tmp_path / "last.ckpt", config, model=model, mixer=mixer)

@@ -23,7 +23,7 @@ SHORT = [
 ]
 
 
-@pytest.fixture(scope="module", params=["samu_tiny", "rglru_tiny"])
+@pytest.fixture(scope="module", params=["samu_tiny", "rglru_tiny", "gated_delta_tiny"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A run's folder and its results."""
     folder = tmp_path_factory.mktemp("trained")

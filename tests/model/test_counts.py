@@ -14,9 +14,10 @@ import yaml
 from torch.utils.flop_counter import FlopCounterMode
 
 from samu_lm.config import config_dir
-from samu_lm.model import RGLRU, SAMU, RecurrentBlock, RecurrentLM
+from samu_lm.model import RGLRU, SAMU, GatedDelta, RecurrentBlock, RecurrentLM
 
 ROOT = Path(__file__).resolve().parents[2]
+MIXERS = ("samu", "rglru", "gated_delta")
 PRESETS = sorted(path.stem for path in (config_dir() / "model").glob("*.yaml"))
 
 
@@ -54,15 +55,34 @@ def test_mixer_parameters(width: int, samu: int, rglru: int) -> None:
 
 
 def test_presets_are_the_named_sizes() -> None:
-    assert {name.split("_", 1)[1] for name in PRESETS} == {"tiny", "100m", "400m", "1b"}
-    assert {name.split("_", 1)[0] for name in PRESETS} == {"samu", "rglru"}
+    names = {mixer: {"tiny", "100m", "400m"} | ({"1b"} if mixer != "gated_delta" else set()) for mixer in MIXERS}
+    assert set(PRESETS) == {f"{mixer}_{size}" for mixer in MIXERS for size in names[mixer]}
     sizes = {"100m": (768, 1024, 12), "400m": (1536, 2048, 12), "1b": (2048, 2560, 24)}
     for name in PRESETS:
         config = _preset(name)
-        assert config["mixer"] == name.split("_")[0]
-        if name.split("_")[1] in sizes:
-            assert (config["width"], config["rnn_width"], config["depth"]) == sizes[name.split("_")[1]]
+        mixer, size = name.rsplit("_", 1)
+        assert config["mixer"] == mixer
+        if size in sizes:
+            width, rnn_width, depth = sizes[size]
+            assert (config["width"], config["depth"]) == (width, depth)
+            assert mixer == "gated_delta" or config["rnn_width"] == rnn_width
             assert config["vocab_size"] == 32_000
+
+
+@pytest.mark.parametrize("size", ["tiny", "100m", "400m"])
+@pytest.mark.parametrize("non_embedding", [False, True])
+def test_gated_delta_presets_are_of_the_size_of_the_rglru_ones(size: str, non_embedding: bool) -> None:
+    with torch.device("meta"):
+        ours, theirs = (RecurrentLM(**_preset(f"{mixer}_{size}")) for mixer in ("gated_delta", "rglru"))
+    assert abs(ours.num_parameters(non_embedding) / theirs.num_parameters(non_embedding) - 1) < 0.02
+
+
+def test_gated_delta_parameters() -> None:
+    """By hand: five maps of D x W, controls, taps and their bias, two numbers a head, the norm's scale."""
+    with torch.device("meta"):
+        mixer = GatedDelta(1536, 1280, 10)
+    count = 5 * 1536 * 1280 + 2 * 10 * 1536 + 5 * 3 * 1280 + 2 * 10 + 128
+    assert sum(p.numel() for p in mixer.parameters()) == count
 
 
 def measure_presets() -> dict[str, dict[str, int]]:
@@ -72,7 +92,8 @@ def measure_presets() -> dict[str, dict[str, int]]:
         config = _preset(name)
         with torch.device("meta"):
             model = RecurrentLM(**config)
-            block = RecurrentBlock(config["width"], config["rnn_width"], config["mixer"], config["depth"])
+            sizes = (config["width"], config["rnn_width"], config["mixer"], config["depth"])
+            block = RecurrentBlock(*sizes, num_heads=config.get("num_heads", 8))
             ids = torch.zeros(1, 8, dtype=torch.int64)
         with FlopCounterMode(display=False) as forward:
             logits = model(ids)
@@ -107,22 +128,27 @@ def test_methods_against_the_built_module(name: str, measured: dict[str, dict[st
     assert built["backward"] == 8 * (model.flops_per_token() - model.flops_per_token(training=False))
 
 
-@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_state_bytes(mixer: str) -> None:
     model = RecurrentLM(258, 32, 64, 3, mixer)
     state = model.init_state(5)
     held = sum(t.numel() * t.element_size() for t in (*state.conv, *state.recurrent))
     assert held == model.state_bytes(5, activation_bytes=4)
-    assert model.state_bytes(1, activation_bytes=2) == 3 * 64 * (4 + 3 * 2)
+    block = 8 * 8 * 8 * 4 + 3 * 192 * 2 if mixer == "gated_delta" else 64 * (4 + 3 * 2)
+    assert model.state_bytes(1, activation_bytes=2) == 3 * block
 
 
-@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+@pytest.mark.parametrize("mixer", MIXERS)
 def test_decay_reaches_matrices_alone(mixer: str) -> None:
     model = RecurrentLM(258, 32, 64, 2, mixer)
     decayed = model.decay_parameter_names()
     for name, parameter in model.named_parameters():
         last = name.rsplit(".", 1)[-1]
-        spared = last in {"bias", "scale", "a_param", "nu_log", "theta_log"} or "_direction" in name
+        spared = (
+            last in {"bias", "scale", "a_param", "nu_log", "theta_log"}
+            or last in {"rate_log", "step_bias"}
+            or "_direction" in name
+        )
         spared = spared or "_amplitude" in name or ".conv." in name
         assert (name in decayed) != spared, name
         assert name not in decayed or parameter.dim() >= 2

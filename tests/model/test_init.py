@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from samu_lm.model import RGLRU, SAMU, RecurrentLM
+from samu_lm.model import RGLRU, SAMU, GatedDelta, RecurrentLM
 
 
 def _is_uniform(values: torch.Tensor, low: float, high: float) -> None:
@@ -49,7 +49,14 @@ def test_rglru_radii() -> None:
     assert not mixer.input_gate.bias.any()
 
 
-@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+def test_gated_delta_decays() -> None:
+    mixer = GatedDelta(4, 20_000, 20_000)
+    _is_uniform(mixer.rate_log.double().exp(), 0, 16 + 1e-5)
+    step = nn.functional.softplus(mixer.step_bias.double())
+    _is_uniform(step.log(), math.log(1e-3) - 1e-6, math.log(0.1) + 1e-6)
+
+
+@pytest.mark.parametrize("mixer", ["samu", "rglru", "gated_delta"])
 def test_linears(mixer: str) -> None:
     depth, width, rnn_width = 3, 128, 256
     model = RecurrentLM(1000, width, rnn_width, depth, mixer)
@@ -59,9 +66,10 @@ def test_linears(mixer: str) -> None:
             scaled = name.endswith(("linear_out", "mlp.down"))
             std = math.sqrt((2 / depth if scaled else 1) / module.in_features)
             assert abs(module.weight.std() / std - 1) < 0.03, name
-            assert not module.bias.any()
+            assert module.bias is None or not module.bias.any()
         if name.endswith(".conv"):
-            assert abs(module.weight.std() / math.sqrt(0.01 / 4) - 1) < 0.1
+            std = math.sqrt(0.25 / 3 if mixer == "gated_delta" else 0.01 / 4)
+            assert abs(module.weight.std() / std - 1) < 0.1
             assert not module.bias.any()
         if name.endswith("norm"):
             assert not module.scale.any()

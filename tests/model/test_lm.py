@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samu_lm.model import ModelState, RecurrentLM
 from tests.ops.support import random_reset, relative_error, reset_of_lengths
 
-by_mixer = pytest.mark.parametrize("mixer", ["samu", "rglru"])
+by_mixer = pytest.mark.parametrize("mixer", ["samu", "rglru", "gated_delta"])
 
 
 def _model(mixer: str, **kwargs: Any) -> RecurrentLM:
@@ -51,7 +51,9 @@ def test_packed_equals_alone(mixer: str, lengths: list[int], seed: int) -> None:
     for name, parameter in model.named_parameters():
         if name in together:
             assert parameter.grad is not None
-            assert (together[name] - parameter.grad).abs().max() < 1e-4 * (1 + parameter.grad.abs().max()), name
+            # A head's norm amplifies the rounding of outputs close to 0, as first tokens may have.
+            bound = 1e-3 if mixer == "gated_delta" else 1e-4
+            assert (together[name] - parameter.grad).abs().max() < bound * (1 + parameter.grad.abs().max()), name
 
 
 @by_mixer
@@ -81,8 +83,11 @@ def test_each_part_isolates_by_itself(mixer: str, inert: str) -> None:
     model = _model(mixer)
     for block in model.blocks:
         if inert == "conv":
+            conv = block.mixer.conv if mixer == "gated_delta" else block.conv
             with torch.no_grad():
-                block.conv.weight[:, :3] = 0
+                conv.weight[:, :3] = 0
+        elif mixer == "gated_delta":
+            block.mixer.recur = lambda q, k, v, *_: (v, None)
         else:
             block.mixer.mix = lambda x, reset, state, return_state: (x, None)
     ids = _ids(1, 40)
@@ -215,7 +220,9 @@ def test_autocast_keeps_the_carry_in_float32(mixer: str) -> None:
     [
         ({"rnn_width": 33}, r"rnn_width=33: SAMU needs an even width"),
         ({"mixer": "rglru", "rnn_width": 40}, r"rnn_width=40: must be divisible by num_blocks=16; try 32"),
-        ({"mixer": "mamba"}, r"mixer='mamba': must be one of samu, rglru"),
+        ({"mixer": "gated_delta", "num_heads": 5}, r"rnn_width=32: must be divisible by num_heads=5; try 30"),
+        ({"mixer": "gated_delta", "num_heads": 0}, r"num_heads=0: must be a whole number"),
+        ({"mixer": "mamba"}, r"mixer='mamba': must be one of samu, rglru, gated_delta"),
         ({"depth": 0}, r"depth=0: must be a whole number"),
         ({"vocab_size": -1}, r"vocab_size=-1"),
         ({"width": 1.5}, r"width=1\.5"),

@@ -10,7 +10,7 @@ from samu_lm.model import RecurrentLM
 from samu_lm.training.optimizer import AdamW
 
 
-@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+@pytest.mark.parametrize("mixer", ["samu", "rglru", "gated_delta"])
 def test_weight_decay_reaches_matrices_only(mixer: str) -> None:
     """One step with zero gradients and decay 0.1: norms, biases, radii, spectrum and controls keep every bit."""
     torch.manual_seed(0)
@@ -25,7 +25,8 @@ def test_weight_decay_reaches_matrices_only(mixer: str) -> None:
         assert torch.equal(parameter.detach(), expected) or name in decayed, name
         torch.testing.assert_close(parameter.detach(), expected, msg=name)
     untouched = " ".join(before.keys() - decayed)
-    for part in ("norm", "bias", "conv", *(("nu_log", "theta_log") if mixer == "samu" else ("a_param",))):
+    own = {"samu": ("nu_log", "theta_log"), "rglru": ("a_param",), "gated_delta": ("rate_log", "step_bias")}
+    for part in ("norm", "bias", "conv", *own[mixer]):
         assert part in untouched
     assert all(before[name].dim() >= 2 for name in decayed)
 

@@ -106,7 +106,8 @@ def gated_delta_rule(
     if implementation == "recurrent":
         from samu_lm.ops.gated_delta.reference import recurrent
 
-        o, final_state = recurrent(*tensors)
+        with torch.autocast(q.device.type, enabled=False):  # sums in float32
+            o, final_state = recurrent(*tensors)
         o = o.to(v.dtype)
     elif implementation == "ssd":
         from samu_lm.ops.gated_delta.kernel import ssd

@@ -34,7 +34,8 @@ def _forward(
     fat: bool,
 ) -> list[Tensor]:
     inputs = Inputs(q, k, v, log_alpha, beta, first, initial_state)
-    o, final_state, kept = isolation.run_forward(inputs, size, save, fat)
+    with torch.autocast(q.device.type, enabled=False):  # products of float32 stay float32
+        o, final_state, kept = isolation.run_forward(inputs, size, save, fat)
     return [o, final_state, *kept]
 
 
@@ -65,7 +66,8 @@ def _backward(
     fat: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     inputs = Inputs(q, k, v, log_alpha, beta, first, initial_state)
-    gq, gk, gv, ga, gb, gs = isolation.run_backward(inputs, size, Kept(*kept), fat, grad_o, grad_final_state)
+    with torch.autocast(q.device.type, enabled=False):
+        gq, gk, gv, ga, gb, gs = isolation.run_backward(inputs, size, Kept(*kept), fat, grad_o, grad_final_state)
     return gq, gk, gv, ga, gb, gs
 
 
@@ -83,7 +85,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    tensors, kept = ctx.saved_tensors[:_INPUTS], list(ctx.saved_tensors[_INPUTS:])
+    saved = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
+    tensors, kept = saved[:_INPUTS], list(saved[_INPUTS:])
     kept += [kept[0].new_empty(0)] * (len(Kept._fields) - len(kept))
     *of_inputs, of_state = _backward(grads[0], grads[1], kept, *tensors, ctx.size, ctx.fat)
     state = tensors[-1]

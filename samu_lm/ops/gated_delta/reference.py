@@ -41,7 +41,9 @@ def recurrent(
     q, k, v = q.to(work)[..., None], k.to(work)[..., None], v.to(work)[..., None, :]
     beta = beta.to(work)[..., None, None]
     state = q.new_zeros(batch, heads, dk, v.shape[-1]) if initial_state is None else initial_state.to(work)
-    marked = dropped.flatten(2).any(2).any(0).tolist()
+    # What is marked depends on data, which a traced call cannot ask for.
+    traced = length == 1 or torch.compiler.is_compiling()
+    marked = [True] * length if traced else dropped.any(2).any(0).tolist()
     outputs = []
     for t in range(length):
         if marked[t]:

@@ -188,6 +188,15 @@ def test_half_precision_is_summed_in_float32(implementation: str) -> None:
 
 
 @by_implementation
+def test_autocast_does_not_reach_the_sums(implementation: str) -> None:
+    inputs = draw(1, 40, 2, 16, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        o, _ = gated_delta_rule(**inputs, implementation=implementation, chunk_size=16)
+    assert o.dtype == torch.float32
+    assert relative_error(o, delta_loop(**inputs)[0]) < 1e-6
+
+
+@by_implementation
 def test_float64(implementation: str) -> None:
     compare(draw(1, 40, 2, 4, 8, torch.float64), implementation=implementation, chunk_size=16, tolerance=1e-13)
 

@@ -1,0 +1,54 @@
+"""Layers that blocks and mixers share: norm and short convolution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from samu_lm.model import init
+from samu_lm.ops import causal_conv1d
+from samu_lm.ops.backend import BACKENDS
+
+
+def check_backend(backend: str) -> str:
+    """Refuses a backend that no op knows."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
+    return backend
+
+
+class RMSNorm(nn.Module):
+    """x * rsqrt(mean(x^2) + 1e-6) * (1 + scale), worked out in float32, returned in x's dtype; scale starts at 0."""
+
+    eps: float = 1e-6
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises the last dimension."""
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.scale.float())).to(x.dtype)
+
+
+class CausalConv1d(nn.Module):
+    """Depthwise convolution over time with ``weight[W, K]`` and ``bias[W]`` that stops at resets."""
+
+    def __init__(self, width: int, taps: int = 4, backend: str = "auto") -> None:
+        super().__init__()
+        if taps < 1:
+            raise ValueError(f"conv_width={taps}: must be at least 1")
+        self.backend = check_backend(backend)
+        self.weight = nn.Parameter(torch.empty(width, taps))
+        self.bias = nn.Parameter(torch.empty(width))
+        init.convolution_(self.weight, self.bias)
+
+    def forward(self, x: Tensor, reset: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns y ``[B, L, W]`` and the state ``[B, K-1, W]`` after the last token."""
+        y, final_state = causal_conv1d(
+            x, self.weight, self.bias, reset=reset, initial_state=state, output_final_state=True, backend=self.backend
+        )
+        assert final_state is not None
+        return y, final_state
