@@ -80,7 +80,7 @@ def test_every_file_passes_the_check(group: str, name: str, tmp_path: Path) -> N
         (["+sead=1"], r"sead=1: unknown key; did you mean seed\?"),
         (["model.width=wide"], r"model\.width=wide: wrong type str; must be int"),
         (["model.width=null"], r"model\.width=None: wrong type NoneType; must be int"),
-        (["model.activation_checkpointing=1"], r"model\.activation_checkpointing=1: wrong type int; must be bool"),
+        (["model.activation_checkpointing=1"], r"model\.activation_checkpointing=1: wrong type int; must be str"),
         (["trainer.max_steps=many"], r"trainer\.max_steps=many: wrong type str"),
         (["trainer.precision=8"], r"trainer\.precision=8: wrong type"),
         (

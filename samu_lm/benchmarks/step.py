@@ -23,6 +23,7 @@ from samu_lm.benchmarks.report import MIB
 from samu_lm.benchmarks.shapes import require_gpu
 from samu_lm.errors import ConfigError
 from samu_lm.model import RecurrentLM
+from samu_lm.model.lm import CHECKPOINTING
 from samu_lm.training.loss import packed_nll, summed_cross_entropy
 from samu_lm.training.optimizer import AdamW
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768], help="tokens per row")
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens per step; each length must divide it")
     parser.add_argument("--repeats", type=int, default=10, help="steps that are timed")
-    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing")
+    parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="none", help="activation checkpointing")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--no-parts", action="store_true", help="leave the breakdown out")
     parser.add_argument("--output", type=Path, default=Path("step.json"), help="JSON; table (.md) beside")
@@ -61,12 +62,12 @@ class TrainingStep:
         rows, length: shape of the batch.
         compiled: run model and loss under torch.compile.
         backend: of the ops.
-        checkpointing: keep only the blocks' inputs for the backward pass.
+        checkpointing: ``activation_checkpointing`` of the model.
     """
 
     def __init__(
         self, sizes: dict[str, int], mixer: str, rows: int, length: int, *, compiled: bool, backend: str = "auto",
-        checkpointing: bool = False,
+        checkpointing: str = "none",
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         with torch.device(DEVICE):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from samu_lm.model import init
 from samu_lm.model.gated_delta import GatedDelta
@@ -87,7 +88,12 @@ class RecurrentBlock(nn.Module):
         self.mlp = MLP(width, mlp_expansion, depth)
 
     def forward(
-        self, x: Tensor, reset: Tensor | None = None, state: BlockState | None = None, return_state: bool = False
+        self,
+        x: Tensor,
+        reset: Tensor | None = None,
+        state: BlockState | None = None,
+        return_state: bool = False,
+        spare: bool = False,
     ) -> Tensor | tuple[Tensor, BlockState]:
         """Updates the residual stream.
 
@@ -96,23 +102,37 @@ class RecurrentBlock(nn.Module):
             reset: bool ``[B, L]``, True at first tokens.
             state: the convolution's and the recurrence's, of :meth:`state_shapes`; the rows then continue.
             return_state: return ``(x, state)`` instead of x.
+            spare: keep x and what the recurrence needs for the backward pass; everything else is worked out again.
         """
-        branch, new_state = self._recurrent_branch(self.norm(x), reset, state, return_state)
-        x = x + branch
-        x = x + self.mlp(self.mlp_norm(x))
-        return x if new_state is None else (x, new_state)
-
-    def _recurrent_branch(
-        self, n: Tensor, reset: Tensor | None, state: BlockState | None, return_state: bool
-    ) -> tuple[Tensor, BlockState | None]:
         if isinstance(self.mixer, GatedDelta):
-            return self.mixer.mix(n, reset, state, return_state)
+            branch, new_state = self.mixer.mix(self.norm(x), reset, state, return_state)
+            x = x + branch
+            x = checkpoint(self._add_mlp, x, use_reentrant=False) if spare else self._add_mlp(x)
+            return x if new_state is None else (x, new_state)
         conv_state, mixer_state = (None, None) if state is None else state
-        branch_y = gelu_tanh(self.linear_y(n))
-        convolved, conv_state = self.conv(self.linear_x(n), reset, conv_state)
+        n = None if spare else self.norm(x)
+        before = (x, n, reset, conv_state)
+        convolved, conv_state = (
+            checkpoint(self._convolve, *before, use_reentrant=False) if spare else self._convolve(*before)
+        )
         recurrent, mixer_state = self.mixer.mix(convolved, reset, mixer_state, return_state)
-        branch = self.linear_out(recurrent * branch_y)
-        return branch, None if mixer_state is None else (conv_state, mixer_state)
+        after = (x, n, recurrent)
+        x = checkpoint(self._combine, *after, use_reentrant=False) if spare else self._combine(*after)
+        return x if mixer_state is None else (x, (conv_state, mixer_state))
+
+    def _convolve(
+        self, x: Tensor, n: Tensor | None, reset: Tensor | None, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The recurrence's input, and the convolution's state; n is norm(x) where that is kept."""
+        return self.conv(self.linear_x(self.norm(x) if n is None else n), reset, state)
+
+    def _combine(self, x: Tensor, n: Tensor | None, recurrent: Tensor) -> Tensor:
+        """Adds the gated recurrence, then the MLP."""
+        gate = gelu_tanh(self.linear_y(self.norm(x) if n is None else n))
+        return self._add_mlp(x + self.linear_out(recurrent * gate))
+
+    def _add_mlp(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.mlp_norm(x))
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 

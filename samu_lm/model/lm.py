@@ -19,6 +19,7 @@ from samu_lm.model.mixers import check_mixer
 from samu_lm.model.state import ModelState
 
 VOCABULARY_MULTIPLE = 64
+CHECKPOINTING = ("none", "selective", "block")
 _FLOAT32_BYTES = 4
 
 
@@ -42,8 +43,9 @@ class RecurrentLM(nn.Module):
         num_blocks: gate blocks of RG-LRU (unused by the others).
         conv_width: taps of the causal convolution.
         mlp_expansion: hidden width of the MLP over D.
-        activation_checkpointing: keep only each block's input for the backward pass and work the block out again
-            there; same loss and gradients, less memory, about a third more time.
+        activation_checkpointing: what is worked out again in the backward pass: ``none``; ``selective``, all but the
+            recurrences, which are never run twice; or ``block``, everything between the blocks' inputs, for the least
+            memory. The loss is the same, and so are the gradients (``selective``: within rounding).
         backend: ``auto``, ``reference`` or ``triton`` for the recurrences and convolutions.
         num_heads: heads of the gated delta rule (unused by the others).
 
@@ -61,7 +63,7 @@ class RecurrentLM(nn.Module):
         num_blocks: int = 16,
         conv_width: int = 4,
         mlp_expansion: int = 3,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: str = "none",
         backend: str = "auto",
         num_heads: int = 8,
     ) -> None:
@@ -78,6 +80,10 @@ class RecurrentLM(nn.Module):
         )
         check_mixer(mixer, rnn_width, num_blocks, num_heads)  # before any memory is taken
         check_backend(backend)
+        if activation_checkpointing not in CHECKPOINTING:
+            raise ValueError(
+                f"activation_checkpointing={activation_checkpointing}: must be one of {', '.join(CHECKPOINTING)}"
+            )
         self.vocab_size, self.width, self.rnn_width, self.depth = vocab_size, width, rnn_width, depth
         self.mixer, self.conv_width = mixer, conv_width
         self.activation_checkpointing = activation_checkpointing
@@ -106,15 +112,16 @@ class RecurrentLM(nn.Module):
         reset = self._mark_empty_states(input_ids, reset, state)
         x = self.embedding(input_ids)
         states: list[tuple[Tensor, Tensor]] = []
+        again = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
         for index, block in enumerate(self.blocks):
             if state is not None or return_state:
                 before = None if state is None else (state.conv[index], state.recurrent[index])
                 x, after = block(x, reset, before, True)
                 states.append(after)
-            elif self.activation_checkpointing and self.training and torch.is_grad_enabled():
+            elif again == "block":
                 x = checkpoint(block, x, reset, use_reentrant=False)
             else:
-                x = block(x, reset)
+                x = block(x, reset, spare=again == "selective")
         x = self.final_norm(x)
         if not return_state:
             return x, None
