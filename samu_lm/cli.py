@@ -37,6 +37,7 @@ COMMANDS: dict[str, Command] = {
     "prepare": Command("samu_lm.prepare", "tokenize a corpus of any size into shards to train on"),
     "export": Command("samu_lm.checkpoint.export", "a checkpoint as safetensors, config and tokenizer, or back"),
     "replay": Command("samu_lm.training.replay", "run a bad optimizer step again, find what is not finite"),
+    "compare": Command("samu_lm.evaluation.compare", "one report on several runs: curves, configs, machines"),
     "presets": Command("samu_lm.evaluation.presets", "parameters, FLOPs and state bytes of each model preset"),
 }
 
