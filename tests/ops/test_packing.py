@@ -97,13 +97,19 @@ def test_one_two_and_three_token_documents_in_a_row(case: OpCase) -> None:
 
 
 @by_op
-def test_a_row_without_a_state_starts_a_document(case: OpCase) -> None:
-    """Nothing precedes a fresh row: whether its first token is marked makes no difference."""
-    inputs = case.draw(2, 30, 8)
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_row_without_a_state_starts_a_document(case: OpCase, backend: str) -> None:
+    """Nothing precedes a fresh row: whether its first token is marked makes no difference, to gradients neither."""
+    inputs = {name: t.requires_grad_() for name, t in case.draw(2, 30, 8).items()}
     marked = random_reset(2, 30)
     unmarked = marked.clone()
     unmarked[:, 0] = False
-    assert torch.equal(case.run(inputs, marked)[0], case.run(inputs, unmarked)[0])
+    results = []
+    for reset in (marked, unmarked):
+        y, final = case.run(inputs, reset, backend=backend)
+        results.append([y, final, *torch.autograd.grad(y.sum() + final.sum(), list(inputs.values()))])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @by_op
