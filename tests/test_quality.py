@@ -79,7 +79,7 @@ ALLOWED = {
     "data": {"data", "errors"},
     "training": {"training", "ops", "model", "data", "config", "errors", "entry", "checkpoint", "environment"},
     "evaluation": {"evaluation", "model", "data", "config", "errors", "entry", "checkpoint", "environment"},
-    "benchmarks": {"benchmarks", "ops", "model", "training", "errors", "environment"},
+    "benchmarks": {"benchmarks", "ops", "model", "training", "data", "errors", "environment"},
 }
 
 
