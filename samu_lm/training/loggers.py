@@ -135,9 +135,11 @@ def cut_back(path: Path, point: ResumePoint) -> Path | None:
         place = int(row["step"])
         again = place > point.step or (point.validation_owed and place == point.step and bool(row.get("val/loss")))
         (beyond if again else kept).append(row)
-    if not beyond:
-        return None
     columns = read_columns(path)
+    if not beyond:
+        if path.is_file() and not path.read_bytes().endswith(b"\n"):  # a last line cut off by a crash: it comes again
+            _write_rows(path, columns, kept)
+        return None
     aside = path.with_name("metrics.interrupted.csv")
     earlier = read_rows(aside)
     _write_rows(aside, [*columns, *(c for c in read_columns(aside) if c not in columns)], earlier + beyond)

@@ -45,6 +45,21 @@ class TestCSV:
         assert steps(aside) == list(range(201, 213))
         assert float(read_rows(aside)[-1]["train/loss"]) == 1 / 212
 
+    def test_a_line_cut_off_by_a_crash_right_after_the_checkpoint(self, tmp_path: Path) -> None:
+        """No whole row lies beyond the checkpoint, only a part of one: the next row begins a line of its own."""
+        path = tmp_path / "logs" / "metrics.csv"
+        logger = CSVLogger(run_dir=str(tmp_path))
+        for step in (199, 200):
+            logger.log_metrics({"train/loss": 1 / step}, step)
+        with path.open("a") as file:
+            file.write("201,0.00")
+        resumed = CSVLogger(run_dir=str(tmp_path), resumed=ResumePoint(200, validation_owed=False))
+        resumed.log_metrics({"train/loss": 0.5}, 201)
+        assert [(row["step"], float(row["train/loss"])) for row in read_rows(path)][1:] == [
+            ("200", 1 / 200),
+            ("201", 0.5),
+        ]
+
     def test_a_validation_that_is_done_again_is_moved_aside_too(self, tmp_path: Path) -> None:
         logger = CSVLogger(run_dir=str(tmp_path))
         logger.log_metrics({"train/loss": 1.0}, 5)
