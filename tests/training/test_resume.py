@@ -122,6 +122,11 @@ def test_stopped_at_steps_10_and_20_of_30(tmp_path: Path, workers: int) -> None:
             [SignalAfterStep(1), SignalInValidation(2)],
             id="validation-due-between-accumulated-batches",
         ),
+        pytest.param(
+            [*EACH_EPOCH, "model=gated_delta_tiny"],
+            [SignalAfterStep(N + 3), SignalAfterStep(2 * N + 2)],
+            id="gated-delta",
+        ),
     ],
 )
 def test_stopped_and_resumed_twice(tmp_path: Path, settings: list[str], stops: list[SignalAfterStep]) -> None:
