@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from typing import Any
 
 BENCHES = {
     "mixer": ("samu_lm.benchmarks.mixer", "both mixers at the recorded shapes, beside the copy ceiling"),
     "block": ("samu_lm.benchmarks.block", "one residual block: forward, backward and optimizer step, both mixers"),
     "step": ("samu_lm.benchmarks.step", "a whole training step of a model: tokens/s, utilisation, memory, parts"),
+    "delta": ("samu_lm.benchmarks.delta", "the gated delta rule's implementations: times, memory, errors"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``samu-lm bench``: one sub-command per kind."""
+    """Arguments of ``samu-lm bench``: one sub-command per kind, whose module is imported only when it is asked for."""
+
+    class OnDemand(type(parser)):  # type: ignore[misc]
+        """A parser that learns its arguments when it first parses."""
+
+        module = ""
+
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            if self.module:
+                importlib.import_module(self.module).add_arguments(self)
+                self.module = ""
+            return super().parse_known_args(args, namespace)
+
     parser.epilog = "example: samu-lm bench mixer --shapes 1,131072,1024 --output mixer.json"
-    kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True, parser_class=OnDemand)
     for name, (module, text) in BENCHES.items():
-        importlib.import_module(module).add_arguments(kinds.add_parser(name, help=text, description=text))
+        kinds.add_parser(name, help=text, description=text).module = module
 
 
 def run(args: argparse.Namespace) -> int:
