@@ -10,6 +10,7 @@ BENCHES = {
     "mixer": ("samu_lm.benchmarks.mixer", "both mixers at the recorded shapes, beside the copy ceiling"),
     "block": ("samu_lm.benchmarks.block", "one residual block: forward, backward and optimizer step, both mixers"),
     "step": ("samu_lm.benchmarks.step", "a whole training step of a model: tokens/s, utilisation, memory, parts"),
+    "decode": ("samu_lm.benchmarks.decode", "tokens a second, one after another, as a CUDA graph"),
     "delta": ("samu_lm.benchmarks.delta", "the gated delta rule's implementations: times, memory, errors"),
 }
 
