@@ -8,14 +8,34 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from samu_lm.data.batch import Batch
 from samu_lm.data.packing import Plan
 from samu_lm.errors import ConfigError, SamuLMError
 
 
-class RowDataset(Dataset[Batch | SamuLMError]):
+class PackedBatch:
+    """A batch on its way from a worker process: arrays that are copied through a pipe.
+
+    PyTorch would open a piece of shared memory for each tensor, which for batches of a few megabytes takes longer.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self.ids = torch.stack([batch.tokens, batch.targets]).int().numpy()  # every vocabulary fits
+        self.marks = torch.stack([batch.reset, batch.loss_mask]).numpy()
+
+    def unpack(self) -> Batch:
+        """The batch."""
+        ids, marks = torch.from_numpy(self.ids).long(), torch.from_numpy(self.marks)
+        return Batch(ids[0], ids[1], marks[0], marks[1])
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory; called by the loader's own thread."""
+        return self.unpack().pin_memory()
+
+
+class RowDataset(Dataset[Batch | PackedBatch | SamuLMError]):
     """Map-style dataset of batches: item ``i`` is the ``batch_size`` rows of the plan from row ``i`` on.
 
     An error that the user can act on is the item, so that it leaves a worker process as it is: PyTorch would hand on
@@ -25,11 +45,12 @@ class RowDataset(Dataset[Batch | SamuLMError]):
     def __init__(self, plan: Plan, tokens: Any, batch_size: int, pad_id: int) -> None:
         self.plan, self.tokens, self.batch_size, self.pad_id = plan, tokens, batch_size, pad_id
 
-    def __getitem__(self, first_row: int) -> Batch | SamuLMError:
+    def __getitem__(self, first_row: int) -> Batch | PackedBatch | SamuLMError:
         try:
-            return self.plan.rows(self.tokens, first_row, self.batch_size, self.pad_id)
+            batch = self.plan.rows(self.tokens, first_row, self.batch_size, self.pad_id)
         except SamuLMError as error:
             return error
+        return batch if get_worker_info() is None else PackedBatch(batch)
 
 
 class PackedLoader:
@@ -111,7 +132,7 @@ class PackedLoader:
                 return
             if isinstance(batch, SamuLMError):
                 raise batch
-            yield batch
+            yield batch.unpack() if isinstance(batch, PackedBatch) else batch
 
 
 class TrainLoader(PackedLoader):
