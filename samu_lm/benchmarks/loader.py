@@ -87,9 +87,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for packing in ("concat", "best_fit")
         for workers in args.workers
     ]
-    text = json.dumps(
-        {"results": results, "load_average": os.getloadavg(), "environment": environment()}, indent=1, sort_keys=True
-    )
+    options = f"--seq-len {args.seq_len} --batch-size {args.batch_size} --seconds {args.seconds}"
+    origin = environment() | {"command": f"python -m samu_lm.benchmarks.loader shards {options}"}
+    record = {"results": results, "load_average": os.getloadavg(), "environment": origin}
+    text = json.dumps(record, indent=1, sort_keys=True)
     print(text)
     if args.output is not None:
         args.output.write_text(text + "\n", encoding="utf-8")

@@ -157,7 +157,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "memory_gib": _memory(),
         "system": platform.platform(),
     }
-    record = {"result": result, "machine": machine, "load_average_before": load, "environment": environment()}
+    options = " ".join(arguments[split + 1 :])
+    limit = "" if args.limit == float("inf") else f" --limit {args.limit:g}"
+    command = f"python -m samu_lm.benchmarks.preparation FOLDER --gigabytes {args.gigabytes:g}{limit} -- {options}"
+    origin = environment() | {"command": command}
+    record = {"result": result, "machine": machine, "load_average_before": load, "environment": origin}
     text = json.dumps(record, indent=1, sort_keys=True)
     print(text)
     if args.output is not None:

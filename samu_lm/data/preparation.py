@@ -29,6 +29,7 @@ from samu_lm.data.shards import (
     PARTIAL,
     file_hash,
     manifest_text,
+    note_written,
     read_manifest,
     shard_name,
     verify,
@@ -151,7 +152,7 @@ def prepare_shards(
             _write_parts(folder, parts, source, tokenizer, workers, shard_tokens, report)
             manifest = _write_manifest(folder, parts, source, tokenizer, job)
             _clean(folder)
-            verify(folder, manifest["files"], "out")
+            note_written(folder, manifest["files"])
             return manifest
     except OSError as error:
         remedy = f"cannot be written ({error.strerror or error}); make room or choose another folder, then run it again"

@@ -121,12 +121,17 @@ def verify(folder: Path, files: Mapping[str, Mapping[str, Any]], key: str = "dat
                 raise ConfigError(key, path, f"was changed since it was written (its hash differs); {again}")
         except OSError as error:
             raise ConfigError(key, path, f"cannot be read ({error.strerror}); {again}") from error
-    own = {name: [*stamp, files[name]["hash"]] for name, stamp in stamps.items()}
-    if known != own:
-        _note(folder, own)
+    verified = {name: [*stamp, files[name]["hash"]] for name, stamp in stamps.items()}
+    if known != verified:
+        _note(folder, verified)
 
 
-def _note(folder: Path, stamps: Mapping[str, Any]) -> None:
+def note_written(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Notes that files have the hashes of them, which were computed as they were written; arguments as ``verify``'s."""
+    _note(folder, {name: [*_stamp(folder / name), noted["hash"]] for name, noted in files.items()})
+
+
+def _note(folder: Path, stamps: Mapping[str, list[Any]]) -> None:
     work = folder / f".{VERIFIED}.{os.getpid()}"
     try:
         work.write_text(json.dumps(stamps), encoding="utf-8")
