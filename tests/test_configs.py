@@ -47,7 +47,7 @@ def test_groups_are_the_ones_a_run_reads() -> None:
 @pytest.mark.parametrize(("group", "name"), FILES, ids=lambda value: str(value))
 def test_composes_and_builds(group: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    if (group, name) == ("trainer", "gpu") and not torch.cuda.is_available():
+    if (group, name) in (("trainer", "gpu"), ("trainer", "sharded")) and not torch.cuda.is_available():
         pytest.skip("builds on a GPU only; its keys are checked in test_every_file_passes_the_check")
     cfg = _compose(*_overrides(group, name, tmp_path))
     check(cfg)

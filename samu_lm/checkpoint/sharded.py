@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +120,14 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     number = {name: index for index, name in enumerate(names)}
     groups = [{**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]]
     return {"state": {number[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+
+
+def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The opposite of `by_number`.
+
+    Args:
+        state: as `Optimizer.state_dict` gives it.
+        names: the parameters' names in the order of the optimizer's groups.
+    """
+    groups = [{**group, "params": [names[index] for index in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[index]: value for index, value in state["state"].items()}, "param_groups": groups}

@@ -6,32 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from samu_lm.checkpoint import load_plain
 from samu_lm.data import Batch
 from samu_lm.errors import ConfigError
 from samu_lm.training.module import TrainingModule
+from samu_lm.training.sharded import is_sharded
 
 FORMAT = 1
 _BATCH = ("tokens", "targets", "reset", "loss_mask")
 
 
-def gradient_norms(module: nn.Module) -> dict[str, Tensor]:
-    """Euclidean norm of each parameter's gradient, float32 scalars by the parameter's name; of whole gradients where
-    they lie in shards over the ranks (all of which call this)."""
-    named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
-    if not named:
-        return {"": torch.zeros(())}
-    norms: list[Any] = list(torch._foreach_norm([gradient for _, gradient in named], dtype=torch.float32))
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    return {name: norm for (name, _), norm in zip(named, whole, strict=True)}
-
-
 def whole_weights(module: nn.Module) -> dict[str, Any]:
     """A module's state on the CPU, gathered where it lies in shards (all ranks call this; the first gets it)."""
-    if any(hasattr(p, "full_tensor") for p in module.parameters()):
+    if is_sharded(module):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))

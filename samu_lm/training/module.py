@@ -19,10 +19,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from samu_lm.checkpoint import FORMAT
 from samu_lm.data import Batch, Tokenizer
 from samu_lm.errors import ConfigError
+from samu_lm.training.gradients import gradient_norms
 from samu_lm.training.loop import ExactEpochLoop, is_logged, settle
 from samu_lm.training.loss import packed_nll
 from samu_lm.training.optimizer import AdamW
 from samu_lm.training.schedule import Schedule
+from samu_lm.training.sharded import ShardedStrategy, average_whole_gradients, is_sharded, local_part, shard_model
 
 
 class TrainingModule(pl.LightningModule):
@@ -67,6 +69,12 @@ class TrainingModule(pl.LightningModule):
         self._val_sums: Tensor | None = None  # nats, targets, bytes
         self._bytes_of_token: Tensor | None = None
 
+    def configure_model(self) -> None:
+        """Cuts the model over the ranks where the trainer's strategy wants that. Lightning may call this twice."""
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ShardedStrategy) and not is_sharded(self.model):
+            shard_model(self.model, strategy.device_mesh["data_parallel"])
+
     # -- loss ------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch) -> Tensor:
@@ -91,8 +99,9 @@ class TrainingModule(pl.LightningModule):
         nats, targets = self._reduce(self._step_sums)
         averaged_over = self.trainer.accumulate_grad_batches * self.trainer.world_size
         at_least_one = targets.clamp(min=1)  # a step without targets has zero gradients, not NaN
-        # Of a gradient in shards each rank scales its own part.
-        gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in self.parameters() if p.grad is not None]
+        if isinstance(self.trainer.strategy, ShardedStrategy):
+            average_whole_gradients(self)
+        gradients = [local_part(p.grad) for p in self.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, (averaged_over / at_least_one).float())
         self.step_loss = nats / at_least_one
         self._targets_seen = self._targets_seen + targets
@@ -149,6 +158,8 @@ class TrainingModule(pl.LightningModule):
                 bits = torch.tensor(nats / math.log(2) / num_bytes, dtype=torch.float64)
                 self.log("val/bits_per_byte", bits)
         self._log_place(self.trainer.global_step)
+        if is_sharded(self.model):
+            self.model.reshard()  # type: ignore[operator]  # what no backward pass does here
         loop = self.trainer.fit_loop.epoch_loop
         if isinstance(loop, ExactEpochLoop) and not self.trainer.sanity_checking:
             loop.validated()
@@ -171,10 +182,21 @@ class TrainingModule(pl.LightningModule):
         # Lightning's own refuses a fused optimizer in bfloat16, for the sake of a loss scale that only float16 has.
         if gradient_clip_val is None:
             return
-        if gradient_clip_algorithm == "value":
+        if is_sharded(self):
+            self._clip_shards(gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_algorithm == "value":
             torch.nn.utils.clip_grad_value_(self.parameters(), gradient_clip_val)
         else:
             torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+
+    def _clip_shards(self, limit: float, algorithm: str | None) -> None:
+        norm = torch.linalg.vector_norm(torch.stack(list(gradient_norms(self).values())))
+        gradients = [local_part(p.grad) for p in self.parameters() if p.grad is not None]
+        if algorithm == "value":
+            torch._foreach_clamp_max_(gradients, limit)
+            torch._foreach_clamp_min_(gradients, -limit)
+        elif gradients:
+            torch._foreach_mul_(gradients, (limit / (norm + 1e-6)).clamp(max=1.0))
 
     def total_steps(self) -> int:
         """Optimizer steps of the schedule: its own where given, else those of the run."""

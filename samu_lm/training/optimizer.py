@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,7 +50,7 @@ class AdamW:
             raise ConfigError("optimizer.weight_decay", self.weight_decay, "must not be negative")
 
     def build(self, model: DecayingModel) -> torch.optim.AdamW:
-        """The fused optimizer over the model's parameters, in two groups: decayed and not.
+        """The optimizer, fused unless the model lies in shards, in two groups of parameters: decayed and not.
 
         Raises:
             ValueError: `decay_parameter_names` names a parameter that the model lacks.
@@ -63,14 +63,22 @@ class AdamW:
             {"params": [p for n, p in parameters.items() if (n in decayed) is flag], "decayed": flag}
             for flag in (True, False)
         ]
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, fused=True)
+        options: dict[str, bool | None] = {"fused": True} if _may_fuse(parameters.values()) else {"foreach": False}
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=self.lr, **options)  # type: ignore[arg-type]
         self.apply_to(optimizer)
         return optimizer
 
     def apply_to(self, optimizer: torch.optim.Optimizer) -> None:
         """Sets these values in an optimizer, also in one whose loaded state carries those of a run's earlier part."""
+        fused = _may_fuse(p for group in optimizer.param_groups for p in group["params"])
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] = self.lr
             group["betas"] = (self.betas[0], self.betas[1])
             group["eps"] = self.eps
             group["weight_decay"] = self.weight_decay if group["decayed"] else 0.0
+            group["fused"], group["foreach"] = (True, None) if fused else (None, False)
+
+
+def _may_fuse(parameters: Iterable[nn.Parameter]) -> bool:
+    """The fused kernel takes no mixture of whole and sharded parameters, which a model in shards has."""
+    return not any(hasattr(parameter, "full_tensor") for parameter in parameters)

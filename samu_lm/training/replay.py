@@ -96,8 +96,9 @@ def replay(path: Path, device: str = "auto") -> Finding:
     from omegaconf import OmegaConf
 
     from samu_lm.data import tokenizer_from_state
-    from samu_lm.training.bundle import gradient_norms, read_bundle
+    from samu_lm.training.bundle import read_bundle
     from samu_lm.training.callbacks.rng import set_rng_state
+    from samu_lm.training.gradients import gradient_norms
     from samu_lm.training.loss import packed_nll
     from samu_lm.training.run import build_model
 

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -47,17 +48,18 @@ class Warm:
         output: Path,
         kill: Mapping[str, Any] | None = None,
         ranks: int = 1,
-        port: int = 0,
     ) -> list[int]:
         """Runs ``python train.py ARGUMENTS`` and returns each rank's exit status.
 
         Args:
             arguments: the command line.
             output: file for what the processes print, appended to.
-            kill: where the process kills itself (see `Killer`); with an ``events`` file alone it only notes events.
+            kill: where the last rank kills itself (see `Killer`); with an ``events`` file alone it only notes events.
             ranks: processes, which find each other as under torchrun.
-            port: of their rendezvous.
         """
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         job = {"arguments": list(arguments), "output": str(output), "kill": kill, "ranks": ranks, "port": port}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -82,11 +84,15 @@ class Killer:
         letter: kind of the event to kill at; empty for the start of the process.
         number: the how-manieth of this kind, from 1; 0 never kills.
         delay: seconds to wait first, while the run goes on.
+        signum: the signal that it sends itself.
     """
 
-    def __init__(self, events: str, letter: str = "", number: int = 0, delay: float = 0.0) -> None:
+    def __init__(
+        self, events: str, letter: str = "", number: int = 0, delay: float = 0.0, signum: int = signal.SIGKILL
+    ) -> None:
         self.file = os.open(events, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.letter, self.number, self.delay, self.count = letter, number, delay, 0
+        self.signum = signum
         if number and not letter:
             self._kill()
 
@@ -100,12 +106,12 @@ class Killer:
     def _kill(self) -> None:
         def after_delay() -> None:
             time.sleep(self.delay)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signum)
 
         if self.delay:
             threading.Thread(target=after_delay, daemon=True).start()
         else:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.signum)
 
     def watch(self) -> None:
         """Puts itself into the places where events happen."""
@@ -159,7 +165,10 @@ class Killer:
             def flush(self) -> None:
                 self.file.flush()
 
-        return lambda content, file, *args: save(content, Noted(file), *args)
+        def noted_save(content: Any, file: Any, **options: Any) -> None:
+            save(content, file if options else Noted(file), **options)  # options: a shard's piece
+
+        return noted_save
 
 
 def _child(job: dict[str, Any], rank: int) -> None:
@@ -172,7 +181,7 @@ def _child(job: dict[str, Any], rank: int) -> None:
             WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]),
         )  # fmt: skip
-    if job["kill"]:
+    if job["kill"] and rank == job["ranks"] - 1:
         Killer(**job["kill"]).watch()
     import train
     from samu_lm.config import config_dir

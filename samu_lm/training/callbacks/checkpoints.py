@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from samu_lm.errors import ConfigError, SamuLMError
 from samu_lm.training.checkpoint_io import keep_as, remove_partial_files, writing_checkpoint
 from samu_lm.training.loop import ExactEpochLoop
+from samu_lm.training.sharded import local_part
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,7 @@ class NonFiniteError(SamuLMError, RuntimeError):
 
 def first_non_finite(module: torch.nn.Module) -> str | None:
     """Name of the first parameter with NaN or infinity; of a sharded one, this rank looks at its own part."""
-    named = [(name, getattr(p, "_local_tensor", p).detach()) for name, p in module.named_parameters()]
+    named = [(name, local_part(p).detach()) for name, p in module.named_parameters()]
     named = [(name, tensor) for name, tensor in named if tensor.numel()]
     largest = torch.stack([norm.float() for norm in torch._foreach_norm([t for _, t in named], float("inf"))])
     if torch.isfinite(largest).all():

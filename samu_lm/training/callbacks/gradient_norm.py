@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from samu_lm.training.bundle import gradient_norms
+from samu_lm.training.gradients import gradient_norms
 from samu_lm.training.loop import is_logged
 
 

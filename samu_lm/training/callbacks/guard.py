@@ -14,12 +14,14 @@ from lightning.pytorch.callbacks import Callback
 
 from samu_lm.data import Batch
 from samu_lm.errors import ConfigError
-from samu_lm.training.bundle import gradient_norms, make_bundle, whole_weights
+from samu_lm.training.bundle import make_bundle, whole_weights
 from samu_lm.training.callbacks.checkpoints import NonFiniteError
 from samu_lm.training.callbacks.rng import rng_state
 from samu_lm.training.checkpoint_io import AtomicCheckpointIO, CheckpointWriteError
+from samu_lm.training.gradients import gradient_norms
 from samu_lm.training.loop import is_logged
 from samu_lm.training.module import TrainingModule
+from samu_lm.training.sharded import local_part
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class StepGuard(Callback):
         for name, value in norms.items():
             if not math.isfinite(value):
                 gradient: Any = module.get_parameter(name).grad
-                gradient = getattr(gradient, "_local_tensor", gradient)
+                gradient = local_part(gradient)
                 count = int((~torch.isfinite(gradient)).sum())
                 if count:
                     text += f"the gradient of {name} has {count} of {gradient.numel()} values that are NaN or infinite"
