@@ -19,8 +19,10 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import loggers
+from lightning.pytorch.loggers.logger import rank_zero_experiment
 
 from samu_lm.errors import ConfigError
+from samu_lm.training.checkpoint_io import writing
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +77,15 @@ class CSVLogger(loggers.Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Appends a row; a metric never seen before adds a column, for which the file is written anew."""
-        row: dict[str, Any] = {"step": step, **metrics}
+        """Appends a row; a metric never seen before adds a column, for which the file is written anew.
+
+        Raises:
+            WriteError: the file cannot be written.
+        """
+        with writing(self.path):
+            self._append({"step": step, **metrics})
+
+    def _append(self, row: dict[str, Any]) -> None:
         if self._columns is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._resumed is not None and (aside := cut_back(self.path, self._resumed)):
@@ -171,12 +180,15 @@ class WandbLogger(loggers.WandbLogger):
 
     The run's id and the number of rows sent lie in ``wandb.json`` in the run's folder, so that a resumed run adds to
     the same run after the rows that are there. The axis is ``trainer/global_step``; steps that an interrupted run
-    logged beyond its checkpoint are logged a second time and both stay.
+    logged beyond its checkpoint are logged a second time and both stay. Where the server cannot be reached when the run
+    begins, a warning says so and the run is logged offline.
 
     Args:
         folder: folder of the files within the run's folder.
         project: W&B project.
         name: display name; None uses the run folder's.
+        timeout: seconds to wait for the server when the run begins, and for the upload when it ends; what is not
+            uploaded then lies in the run's folder, for `wandb sync`.
         mode: online or offline; None is ``WANDB_MODE`` where set, else online with an account and offline without.
         run_dir: the run's folder.
 
@@ -190,9 +202,12 @@ class WandbLogger(loggers.WandbLogger):
         project: str = "samu_lm",
         name: str | None = None,
         mode: str | None = None,
+        timeout: float = 60.0,
         run_dir: str = ".",
     ) -> None:
         _require("wandb")
+        if not timeout > 0:
+            raise ConfigError("logger.wandb.timeout", timeout, "must be positive")
         if mode not in (None, "online", "offline"):
             raise ConfigError("logger.wandb.mode", mode, "must be online, offline or null")
         if mode is None:
@@ -209,18 +224,36 @@ class WandbLogger(loggers.WandbLogger):
             id=self._run_id,
             project=project,
             mode=mode,
+            settings={"init_timeout": timeout, "finish_timeout": timeout} if mode == "online" else {},
             reinit="finish_previous",  # the jobs of a sweep share a process, but not a run
         )
         self._wandb_init.pop("anonymous")  # W&B warns of it even where it is not used
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """W&B's run."""
+        import wandb
+        from wandb.errors import CommError
+
+        try:
+            return super().experiment
+        except CommError as error:
+            reason = str(error).strip().splitlines()[0]
+            log.warning("W&B cannot be reached (%s): logged offline below %s, for wandb sync", reason, self.save_dir)
+            wandb.teardown()  # what the attempt left keeps the run's id
+            self._wandb_init.update(mode="offline", settings={})  # nothing to wait for but the disk
+            return super().experiment
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         # Rows are numbered by ourselves: an offline run would begin again at 0 and, once synced, overwrite.
         self.experiment.log({**metrics, "trainer/global_step": step}, step=self._rows)
         self._rows += 1
-        partial = self._record.with_name(f".{self._record.name}.partial")
-        partial.write_text(json.dumps({"id": self._run_id, "rows": self._rows}))
-        os.replace(partial, self._record)
+        with writing(self._record):
+            partial = self._record.with_name(f".{self._record.name}.partial")
+            partial.write_text(json.dumps({"id": self._run_id, "rows": self._rows}))
+            os.replace(partial, self._record)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

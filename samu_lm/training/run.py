@@ -133,7 +133,8 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None = None) 
         return {"status": "completed", "global_step": plan.step}
     folder = plan.run_dir if plan.checkpoint is None else plan.run_dir / "resumed" / f"step-{plan.step}"
     if plan.trainer.is_global_zero:
-        write_record(folder, plan.config(), overrides or [])
+        with writing(folder):
+            write_record(folder, plan.config(), overrides or [])
     with signals_handled(plan.trainer):
         module = build_module(plan)
         fit(plan, module)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from samu_lm.errors import ConfigError
 from samu_lm.training.checkpoint_io import AtomicCheckpointIO, CheckpointWriteError, remove_partial_files
+from samu_lm.training.checks import check_writable
 
 
 @pytest.fixture
@@ -67,6 +71,36 @@ def test_no_space_at_the_last_moment(target: Path, monkeypatch: pytest.MonkeyPat
         AtomicCheckpointIO().save_checkpoint({}, target)
     monkeypatch.undo()
     assert int(AtomicCheckpointIO().load_checkpoint(target)["step"]) == 1
+
+
+@contextlib.contextmanager
+def unprivileged() -> Iterator[None]:
+    """As somebody whom the folders' permissions bind, which they do not the superuser."""
+    if os.getuid() == 0:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        if os.getresuid()[2] == 0:
+            os.setresuid(0, 0, 0)
+
+
+def test_a_folder_that_may_only_be_read() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        run = Path(made)
+        AtomicCheckpointIO().save_checkpoint({"step": torch.tensor(1)}, run / "checkpoints" / "last.ckpt")
+        for folder in (run / "checkpoints", run):
+            folder.chmod(0o555)
+        with unprivileged():
+            with pytest.raises(ConfigError, match=r"^hydra\.run\.dir=.*: cannot be written"):
+                check_writable(run)
+            with pytest.raises(
+                CheckpointWriteError, match=r"last\.ckpt: cannot be written \(Permission denied\); the prev"
+            ):
+                AtomicCheckpointIO().save_checkpoint({"step": torch.tensor(2)}, run / "checkpoints" / "last.ckpt")
+        for folder in (run, run / "checkpoints"):
+            folder.chmod(0o755)
+        assert int(AtomicCheckpointIO().load_checkpoint(run / "checkpoints" / "last.ckpt")["step"]) == 1
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,36 @@ def test_success_is_status_0_and_the_folder_is_hydra_s(
     assert train_py(monkeypatch, "resume=last", "model=rglru_tiny", f"hydra.run.dir={run}") == 2
     err = capsys.readouterr().err
     assert err.startswith("error: model.width=128: the checkpoint has model.width=16; drop the override")
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "results.json", "config.yaml"])
+def test_a_full_disk_under_another_file_is_one_line_too_and_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """The log of step 3, the outcome after the last step, the record before the first."""
+    opened, count = io.open, 0
+
+    def full(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        nonlocal count
+        if name in str(file) and mode != "r" and ".hydra" not in str(file):
+            count += 1
+            if name != "metrics.csv" or count > 3:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(file, mode, *args, **options)
+
+    monkeypatch.setattr(io, "open", full)
+    settings = ["callbacks.last.every_n_steps=1", "trainer.val_check_interval=50", f"hydra.run.dir={tmp_path}/run"]
+    assert train_py(monkeypatch, *tiny_overrides(write_corpus(tmp_path)), *settings) == 4
+    monkeypatch.undo()
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.endswith(
+        ": cannot be written (No space left on device); checkpoints are as they were: free space, then resume=last\n"
+    )
+    assert err.count("\n") == 1
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    reached = load(last)["global_step"] if last.exists() else 0
+    assert reached == {"metrics.csv": 2, "results.json": 6, "config.yaml": 0}[name]
 
 
 def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_previous_checkpoint(

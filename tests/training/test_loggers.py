@@ -139,6 +139,33 @@ class TestWandb:
         assert WandbLogger(run_dir=str(tmp_path))._wandb_init["mode"] == "online"
         assert WandbLogger(run_dir=str(tmp_path), mode="offline")._wandb_init["mode"] == "offline"
 
+    def test_without_a_network_the_run_is_logged_offline_and_says_so(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Nothing listens at the server's address: no hang, no lost row."""
+        import wandb
+
+        for name, value in {"API_KEY": "0" * 40, "BASE_URL": "http://127.0.0.1:9", "SILENT": "true"}.items():
+            monkeypatch.setenv(f"WANDB_{name}", value)
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        wandb.teardown()  # so that it reads the variables anew
+        logger = WandbLogger(run_dir=str(tmp_path), mode="online", timeout=1.0)
+        assert logger._wandb_init["settings"] == {"init_timeout": 1.0, "finish_timeout": 1.0}
+        began = time.monotonic()
+        for step in (1, 2):
+            logger.log_metrics({"train/loss": 1 / step}, step)
+        logger.finalize("success")
+        assert time.monotonic() - began < 30
+        while len(self.history(tmp_path)) < 2:  # W&B's own process may write on for a moment
+            assert time.monotonic() - began < 60
+            time.sleep(0.05)
+        assert "W&B cannot be reached (" in caplog.text
+        assert [row["trainer/global_step"] for row in self.history(tmp_path)] == [1, 2]
+
+    def test_refuses_a_timeout_that_is_none(self) -> None:
+        with pytest.raises(ConfigError, match=r"^logger\.wandb\.timeout=0\.0: must be positive"):
+            WandbLogger(timeout=0.0)
+
     def test_refuses_an_unknown_mode(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"^logger\.wandb\.mode=of: must be online, offline or null"):
             WandbLogger(run_dir=str(tmp_path), mode="of")
