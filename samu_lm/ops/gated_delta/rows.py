@@ -8,6 +8,7 @@ Shapes: as in ``reference.py``; N chunks of C tokens, the last one filled up wit
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -71,18 +72,29 @@ class Rows:
         self.from_start = g.exp().masked_fill_(document != 0, 0).to(self.work)
         self.to_end = (g[..., -1:] - g).exp().masked_fill_(document != last, 0).to(self.work)
         self.total = g[..., -1].exp().masked_fill_(last[..., 0] != 0, 0).to(self.work)
-        self.divided = starts[..., 1:].flatten(1).any(1).tolist()
+
+    @cached_property
+    def divided(self) -> list[bool]:
+        """Whether a document begins inside each chunk."""
+        return self.starts[..., 1:].flatten(1).any(1).tolist()
 
     def scalars(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """``[B, T, H]`` to ``[N, n, C]``; tokens past the end are 0."""
         x = torch.nn.functional.pad(x, (0, 0, 0, self.count * self.size - self.length))
         x = x.view(self.batch, self.count, self.size, self.heads).permute(1, 0, 3, 2).to(dtype)
-        return x.reshape(self.count, self.n, self.size)
+        return x.reshape(self.count, self.n, self.size).contiguous()
 
     def unscalars(self, x: Tensor, like: Tensor) -> Tensor:
         """The inverse of :meth:`scalars`, in the dtype of ``like``."""
         x = x.view(self.count, self.batch, self.heads, self.size).permute(1, 0, 3, 2)
         return x.reshape(self.batch, -1, self.heads)[:, : self.length].to(like.dtype)
+
+    def grad_log_alpha(self, grad_g: Tensor) -> Tensor:
+        """``[N, n, C]`` from g's gradient: log_alpha_s moves every g_t of its document and chunk with t >= s."""
+        ends = torch.nn.functional.pad(self.starts[..., 1:], (0, 1)).flip(-1)
+        return (
+            _segmented_sum(grad_g.flip(-1), ends).flip(-1).masked_fill_(self.starts, 0)
+        )  # a first token's is not read
 
     def cut(self, x: Tensor, index: int, out: Tensor) -> Tensor:
         """Copies chunk ``index`` of ``[B, T, H, d]`` to ``[n, C, d]``."""
@@ -213,12 +225,9 @@ def run_backward(
         for value, out in zip((grad.q, grad.k, grad.v), grads, strict=True):
             rows.paste(value, index, out)
         grad_g[index], grad_beta[index], grad_state = grad.g, grad.beta, grad.state
-    # log_alpha_s moves every g_t of its document and chunk with t >= s; at a first token it is not read.
-    ends = torch.nn.functional.pad(rows.starts[..., 1:], (0, 1)).flip(-1)
-    grad_log_alpha = _segmented_sum(grad_g.flip(-1), ends).flip(-1).masked_fill_(rows.starts, 0)
     return (
         *grads,
-        rows.unscalars(grad_log_alpha, log_alpha),
+        rows.unscalars(rows.grad_log_alpha(grad_g), log_alpha),
         rows.unscalars(grad_beta, beta),
         grad_state.reshape(rows.batch, rows.heads, rows.dk, rows.dv).clone(),
     )
