@@ -10,7 +10,9 @@ folder with safetensors (`exported.py`).
 from __future__ import annotations
 
 import pickle
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from samu_lm.errors import ConfigError
 FORMAT = 1
 WEIGHT_PREFIX = "model."
 _ZIP_MAGIC = b"PK\x03\x04"
+# What reading an archive with changed bytes raises: names and fields of its directory have no checksum of their own.
+_DAMAGED_ARCHIVE = (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, struct.error, zlib.error)
 
 
 def read_checkpoint(path: Path, key: str, shapes_only: bool = False) -> dict[str, Any]:
@@ -75,7 +79,7 @@ def load_plain(path: Path, key: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise ConfigError(key, path, "holds more than plain values; give a checkpoint that train.py wrote") from error
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError) as error:
+    except Exception as error:  # a damaged file can raise almost anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:160]
         raise ConfigError(key, path, f"cannot be read as a checkpoint ({reason}); give a complete file") from error
 
@@ -106,7 +110,11 @@ def _check_structure(path: Path, key: str) -> None:
         raise ConfigError(key, path, "is empty; give a complete checkpoint")
     if not _ZIP_MAGIC.startswith(start):
         raise ConfigError(key, path, "is not a checkpoint; give a file that train.py wrote")
-    if not zipfile.is_zipfile(path):
+    try:
+        complete = zipfile.is_zipfile(path)
+    except _DAMAGED_ARCHIVE as error:
+        raise ConfigError(key, path, f"is damaged ({error}); copy it again or give an earlier one") from error
+    if not complete:
         raise ConfigError(key, path, "is truncated: its end is missing; copy it again or give an earlier one")
 
 
@@ -116,7 +124,7 @@ def _check_file(path: Path, key: str) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # reads every byte: a memory-mapped load would take damaged weights in silence
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except _DAMAGED_ARCHIVE as error:
         raise ConfigError(key, path, f"is damaged ({error}); copy it again or give an earlier one") from error
     if damaged is not None:
         raise ConfigError(key, path, f"is damaged in {damaged}; copy it again or give an earlier one")

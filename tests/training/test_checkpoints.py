@@ -99,6 +99,23 @@ def test_no_changed_byte_is_read_as_if_it_were_whole(kept: tuple[Path, Path], tm
     assert refused >= 20
 
 
+def test_every_damage_is_one_error_of_the_user(tmp_path: Path) -> None:
+    """Any bit of a small checkpoint, its directory's fields included."""
+    whole, path = tmp_path / "whole.ckpt", tmp_path / "damaged.ckpt"
+    own = {"format": 1, "config": {}, "tokenizer": {"kind": "bytes"}}
+    torch.save({"state_dict": {"a": torch.arange(3.0)}, "samu_lm": own, "global_step": 1}, whole)
+    content = whole.read_bytes()
+    for place in range(0, len(content), 2):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place // 2 % 8
+        path.write_bytes(damaged)
+        try:
+            read = read_checkpoint(path, "resume")
+        except ConfigError:
+            continue
+        assert torch.equal(read["state_dict"]["a"], torch.arange(3.0)), place
+
+
 def test_the_newest_being_damaged_is_an_error_and_the_one_before_goes_on(
     kept: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -26,7 +26,10 @@ from tests.training.support import load, tiny_overrides, write_corpus
         (["lr=1"], "error: lr=1: unknown key; did you mean optimizer.lr?"),
         (["~model.widht"], "error: model.widht=(nothing): unknown key; did you mean model.width?"),
         (["+model.width=3"], "error: +model.width=3: the key exists; drop the plus: model.width=3"),
-        (["model=samu_tinny"], "error: model=samu_tinny: no such choice; did you mean samu_tiny? choose from rglru_"),
+        (
+            ["model=samu_tinny"],
+            "error: model=samu_tinny: no such choice; did you mean samu_tiny? choose from gated_delta_",
+        ),
         (
             ["model.width=[1,2"],
             "error: model.width=[1,2: cannot be read (no viable alternative at input '[1,2'); check",

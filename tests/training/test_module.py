@@ -76,6 +76,9 @@ class FixedRows(pl.LightningDataModule):
         self.rows_consumed += rows
         self.advances.append(rows)
 
+    def packing_shares(self) -> dict[str, float]:
+        return {}
+
     def train_dataloader(self) -> Loader:
         assert self.trainer is not None
         mine = self.rows[self.trainer.global_rank :: self.trainer.world_size]
