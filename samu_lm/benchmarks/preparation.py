@@ -76,15 +76,17 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def _resident(pids: list[int]) -> int:
-    """Bytes of resident memory, those of processes that share pages added up."""
+def _sample(pids: list[int], cpu: dict[int, float]) -> int:
+    """Bytes of resident memory, those of processes that share pages added up; notes each one's processor seconds."""
     total = 0
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/statm") as file:
-                total += int(file.read().split()[1]) * resource.getpagesize()
+            with open(f"/proc/{pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
         except OSError:
             continue
+        total += int(fields[21]) * resource.getpagesize()
+        cpu[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return total
 
 
@@ -98,25 +100,24 @@ def measure(corpus: Path, out: Path, overrides: Sequence[str], limit: float) -> 
         limit: seconds after which the command is killed; its speed is then that of what it had finished.
 
     Returns:
-        Speed in MB (10**6 bytes) of text, memory, what was written, and the command.
+        Speed in MB (10**6 bytes) of text once the vocabulary is learnt, a second of the clock and of processor time of all
+        processes together; memory, what was written, and the command.
     """
     shutil.rmtree(out, ignore_errors=True)
     command = ["samu-lm", "prepare", "data=jsonl", f"data.path={corpus}", f"out={out}", *overrides]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    began, peak, learnt = time.perf_counter(), 0, 0.0
+    began, peak, learnt, learnt_cpu = time.perf_counter(), 0, 0.0, 0.0
+    cpu: dict[int, float] = {}
     process = subprocess.Popen([sys.executable, "-m", "samu_lm", *command[1:]])
     while process.poll() is None and time.perf_counter() - began < limit:
-        peak = max(peak, _resident(_family(process.pid)))
+        peak = max(peak, _sample(_family(process.pid), cpu))
         if not learnt and (out / "parts" / "tokenizer.json").exists():
-            learnt = time.perf_counter() - began
+            learnt, learnt_cpu = time.perf_counter() - began, sum(cpu.values())
         time.sleep(_SAMPLE_SECONDS)
     stopped = process.poll() is None
     seconds = time.perf_counter() - began
     if stopped:
         process.kill()
     process.wait()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if stopped:
         parts = [json.loads(file.read_text()) for file in sorted(out.glob("parts/*.json")) if file.stem.isdigit()]
         written = {key: sum(part[key] for part in parts) for key in ("documents", "tokens", "bytes")}
@@ -132,8 +133,8 @@ def measure(corpus: Path, out: Path, overrides: Sequence[str], limit: float) -> 
         "written": written,
         "corpus_bytes": corpus.stat().st_size,
         "mb_per_second": written["bytes"] / 1e6 / (seconds - learnt),
-        "processor_seconds": None if stopped else cpu,
-        "mb_per_processor_second": None if stopped else written["bytes"] / 1e6 / cpu,
+        "processor_seconds": sum(cpu.values()),
+        "mb_per_processor_second": written["bytes"] / 1e6 / (sum(cpu.values()) - learnt_cpu),
         "peak_resident_mib_of_all_processes": peak / 2**20,
     }
 
@@ -161,7 +162,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     limit = "" if args.limit == float("inf") else f" --limit {args.limit:g}"
     command = f"python -m samu_lm.benchmarks.preparation FOLDER --gigabytes {args.gigabytes:g}{limit} -- {options}"
     origin = environment() | {"command": command}
-    record = {"result": result, "machine": machine, "load_average_before": load, "environment": origin}
+    loads = {"before": load, "after": os.getloadavg()}
+    record = {"result": result, "machine": machine, "load_average": loads, "environment": origin}
     text = json.dumps(record, indent=1, sort_keys=True)
     print(text)
     if args.output is not None:
