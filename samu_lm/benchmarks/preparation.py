@@ -100,8 +100,8 @@ def measure(corpus: Path, out: Path, overrides: Sequence[str], limit: float) -> 
         limit: seconds after which the command is killed; its speed is then that of what it had finished.
 
     Returns:
-        Speed in MB (10**6 bytes) of text once the vocabulary is learnt, a second of the clock and of processor time of all
-        processes together; memory, what was written, and the command.
+        Speed in MB (10**6 bytes) of text once the vocabulary is learnt, for a second of the clock and of the processor
+        time of all processes together; memory, what was written, and the command.
     """
     shutil.rmtree(out, ignore_errors=True)
     command = ["samu-lm", "prepare", "data=jsonl", f"data.path={corpus}", f"out={out}", *overrides]

@@ -4,6 +4,7 @@ import csv
 import multiprocessing
 
 import pytest
+from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import Callback
 
 from samu_lm.config import config_dir
@@ -11,7 +12,7 @@ from samu_lm.data import BPETokenizer, TextSource
 from samu_lm.errors import ConfigError
 from samu_lm.training.run import make_plan
 from tests.data.preparing import prepare
-from tests.training.support import differences, load, tiny_config, train_tiny, write_corpus
+from tests.training.support import differences, load, tiny_config, tiny_overrides, train_tiny, write_corpus
 
 
 @pytest.fixture
@@ -24,15 +25,16 @@ def shards(corpus, folder, tokenizer=None):
     return folder
 
 
-def on_shards(corpus, folder, *overrides):
-    """The tiny run with shards instead of the text."""
-    from hydra import compose, initialize_config_dir
-
-    from tests.training.support import tiny_overrides
-
+def composed(corpus, *overrides):
+    """The tiny run on other data."""
     own = [o for o in tiny_overrides(corpus) if not o.startswith(("data=", "data.path", "data.separator"))]
+    data, rest = [o for o in overrides if o.startswith("data=")], [o for o in overrides if not o.startswith("data=")]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("train", ["data=shards", f"data.path={folder}", *own, *overrides])
+        return compose("train", [*data, *own, *rest])
+
+
+def on_shards(corpus, folder, *overrides):
+    return composed(corpus, "data=shards", f"data.path={folder}", *overrides)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -96,14 +98,8 @@ def mixture_config(corpus, folder, *overrides):
         f"{{text:{{_target_:samu_lm.data.TextSource,path:'{corpus}',separator:'\\n\\n'}},"
         f"shards:{{_target_:samu_lm.data.ShardSource,path:'{folder}'}}}}"
     )
-    from hydra import compose, initialize_config_dir
-
-    from tests.training.support import tiny_overrides
-
-    own = [o for o in tiny_overrides(corpus) if not o.startswith(("data=", "data.path", "data.separator"))]
-    mixture = ["data=mixture", f"data.sources={sources}", "data.weights={text:2,shards:1}"]
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return compose("train", [*mixture, *own, *overrides])
+    mixture = ("data=mixture", f"data.sources={sources}", "data.weights={text:2,shards:1}")
+    return composed(corpus, *mixture, *overrides)
 
 
 def test_a_mixture_trains_and_resumes(corpus, tmp_path):
