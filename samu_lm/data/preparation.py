@@ -28,6 +28,7 @@ from samu_lm.data.shards import (
     MANIFEST,
     PARTIAL,
     file_hash,
+    file_stamp,
     manifest_text,
     note_written,
     read_manifest,
@@ -247,9 +248,9 @@ def _finished_parts(folder: Path) -> list[dict[str, Any]]:
         shard, documents = folder / shard_name(len(parts)), _documents_file(folder, len(parts))
         if not shard.exists():
             break
-        size = shard.stat().st_size
+        stamp = file_stamp(shard)  # a shard that was not touched since is not read again
         for file, is_whole in (
-            (shard, size == part["size"] and file_hash(shard) == part["hash"]),
+            (shard, stamp == part["stamp"] or (stamp[0] == part["size"] and file_hash(shard) == part["hash"])),
             (documents, documents.exists() and file_hash(documents) == part["documents_hash"]),
         ):
             if not is_whole:
@@ -325,7 +326,8 @@ def _write_parts(
                     os.fsync(file.fileno())
             for work, path in zip(works, (shard, documents), strict=True):
                 _give_name(work, path)
-            record = part.record(shard.stat().st_size) | {"last": following is None}
+            stamp = file_stamp(shard)
+            record = part.record(stamp[0]) | {"stamp": stamp, "last": following is None}
             _write_whole(folder / PARTS / f"{part.number:05d}.json", json.dumps(record).encode())
             parts.append(record)
             start = part.end

@@ -87,7 +87,8 @@ def read_manifest(path: str | None, key: str = "data.path") -> tuple[Path, dict[
     return folder, content
 
 
-def _stamp(path: Path) -> list[int]:
+def file_stamp(path: Path) -> list[int]:
+    """Size and times of a file: one that has the same as before has not been written to."""
     found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
@@ -113,7 +114,7 @@ def verify(folder: Path, files: Mapping[str, Mapping[str, Any]], key: str = "dat
     for name, noted in files.items():
         path = folder / name
         try:
-            stamps[name] = _stamp(path)
+            stamps[name] = file_stamp(path)
             size = stamps[name][0]
             if size != noted["size"]:
                 raise ConfigError(key, path, f"has {size} bytes and was written with {noted['size']}; {again}")
@@ -128,7 +129,7 @@ def verify(folder: Path, files: Mapping[str, Mapping[str, Any]], key: str = "dat
 
 def note_written(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Notes that files have the hashes of them, which were computed as they were written; arguments as ``verify``'s."""
-    _note(folder, {name: [*_stamp(folder / name), noted["hash"]] for name, noted in files.items()})
+    _note(folder, {name: [*file_stamp(folder / name), noted["hash"]] for name, noted in files.items()})
 
 
 def _note(folder: Path, stamps: Mapping[str, list[Any]]) -> None:
