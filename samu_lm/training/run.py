@@ -251,7 +251,9 @@ def build_trainer(cfg: DictConfig, run_dir: Path, point: ResumePoint | None) -> 
         raise ConfigError("trainer.accelerator", cfg.trainer.accelerator, "there is no GPU here; use trainer=cpu")
     terminal = sys.stdout.isatty()
     given = dict(cfg.trainer)
-    own = {"run_dir": str(run_dir), "resumed": point, "terminal": terminal, "max_time": given.get("max_time")}
+    # A new run may follow one that ended before its first checkpoint; what that had logged is then moved aside, too.
+    resumed = point or ResumePoint(0, validation_owed=False)
+    own = {"run_dir": str(run_dir), "resumed": resumed, "terminal": terminal, "max_time": given.get("max_time")}
     callbacks: list[Callback] = [_instantiate_part(node, own) for node in (cfg.callbacks or {}).values()]
     loggers = [_instantiate_part(node, own) for node in (cfg.logger or {}).values()]
     if own["max_time"] is not None:

@@ -15,6 +15,7 @@ from samu_lm.checkpoint import read_checkpoint
 from samu_lm.errors import ConfigError
 from samu_lm.training.callbacks import NonFiniteError
 from samu_lm.training.checkpoint_io import keep_as
+from samu_lm.training.loggers import read_rows
 from samu_lm.training.resume import find_checkpoint, find_last
 from samu_lm.training.run import run
 from tests.training.support import differences, load, tiny_config, train_tiny, write_corpus
@@ -162,3 +163,22 @@ def test_auto_begins_where_there_is_nothing_and_goes_on_where_there_is(tmp_path:
     assert train_tiny(tiny_config(corpus, *settings), tmp_path / "run").plan.step == 0
     done = train_tiny(tiny_config(corpus, *settings, "trainer.max_steps=9"), tmp_path / "run")
     assert (done.plan.step, done.trainer.global_step) == (6, 9)
+
+
+def test_the_log_of_a_run_that_left_no_checkpoint_is_moved_aside(tmp_path: Path) -> None:
+    """Killed in its first steps, the run begins anew in the same folder: each step is one row."""
+    settings = ["callbacks.last.every_n_steps=0", "trainer.val_check_interval=50", "resume=auto"]
+    corpus = write_corpus(tmp_path)
+
+    class End(Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 3:
+                raise MemoryError
+
+    with pytest.raises(MemoryError):
+        train_tiny(tiny_config(corpus, *settings), tmp_path / "run", End())
+    train_tiny(tiny_config(corpus, *settings), tmp_path / "run")
+    logs = tmp_path / "run" / "logs"
+    rows = [row for row in read_rows(logs / "metrics.csv") if row["train/loss"]]
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [int(row["step"]) for row in read_rows(logs / "metrics.interrupted.csv")] == [1, 2]
