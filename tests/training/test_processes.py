@@ -85,6 +85,7 @@ def test_killed_20_times_at_random_moments_the_run_ends_with_the_same_bits(warm:
     compare(f"killed-{folder}")
     if record := os.environ.get("SAMU_LM_RECORD"):
         steps = {"steps": STEPS, "runs": folder + 1, "kills": kills, "bits_that_differ": 0}
+        Path(record).mkdir(parents=True, exist_ok=True)
         write_json(Path(record) / "results.json", steps)
         command = ["python", "-m", "pytest", "tests/training/test_processes.py", "-k", "killed"]
         write_json(Path(record) / "environment.json", environment() | {"command": command})
