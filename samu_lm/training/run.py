@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -319,7 +320,13 @@ def fit(plan: Plan, module: TrainingModule) -> None:
     with signals_handled(plan.trainer):
         for logger in plan.trainer.loggers:
             logger.log_hyperparams(plan.config())
-        plan.trainer.fit(module, datamodule=plan.data, ckpt_path=plan.checkpoint, weights_only=True)
+        try:
+            plan.trainer.fit(module, datamodule=plan.data, ckpt_path=plan.checkpoint, weights_only=True)
+        except SystemExit as end:
+            # Where no callback takes the signals, Lightning itself ends a run on Ctrl-C, with status 1.
+            if isinstance(end.__context__, KeyboardInterrupt):
+                raise GracefulStop(signal.SIGINT) from None
+            raise
 
 
 def stop_callbacks(trainer: pl.Trainer) -> list[StopOnSignal]:

@@ -40,8 +40,16 @@ def add_callback(monkeypatch: pytest.MonkeyPatch, callback: Callback) -> None:
     monkeypatch.setattr(run_module, "build_trainer", with_callback)
 
 
-@pytest.mark.parametrize("signum", HANDLED)
-@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start"])
+@pytest.mark.parametrize(
+    ("hook", "signum"),
+    [
+        ("setup", signal.SIGINT),
+        ("on_fit_start", signal.SIGINT),
+        ("on_train_start", signal.SIGINT),
+        ("setup", signal.SIGTERM),
+        ("on_train_start", signal.SIGUSR1),
+    ],
+)
 def test_before_the_first_step(
     hook: str,
     signum: signal.Signals,
@@ -59,11 +67,10 @@ def test_before_the_first_step(
     assert [signal.getsignal(s) for s in HANDLED] == before
 
 
-@pytest.mark.parametrize("signum", HANDLED)
-def test_while_data_is_read(signum: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LMDataModule, "setup", lambda *args: os.kill(os.getpid(), signum))
+def test_while_data_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LMDataModule, "setup", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     arguments = [*tiny_overrides(write_corpus(tmp_path)), f"hydra.run.dir={tmp_path}/run"]
-    assert train_py(monkeypatch, *arguments) == 128 + signum
+    assert train_py(monkeypatch, *arguments) == 143
 
 
 def test_ctrl_c_while_a_config_is_checked(
@@ -84,6 +91,17 @@ def test_ctrl_c_in_a_job_stops_the_sweep_with_a_checkpoint(tmp_path: Path, monke
     assert train_py(monkeypatch, "-m", *tiny) == 130
     assert [p.name for p in (tmp_path / "sweep").iterdir() if p.is_dir()] == ["0"]
     assert load(tmp_path / "sweep" / "0" / "checkpoints" / "last.ckpt")["global_step"] == 1
+
+
+def test_ctrl_c_without_the_callback_for_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning ends such a run itself; nothing is saved, the status is that of Ctrl-C."""
+    add_callback(monkeypatch, SendIn("on_before_zero_grad", signal.SIGINT))
+    arguments = [*tiny_overrides(write_corpus(tmp_path)), "~callbacks.stop", f"hydra.run.dir={tmp_path}/run"]
+    try:
+        assert train_py(monkeypatch, *arguments) == 130
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning leaves it ignored
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 class TestMaxTime:
