@@ -28,7 +28,7 @@ from samu_lm.ops.gated_delta import CHUNK_SIZES, IMPLEMENTATIONS
 
 JAX = "jax_chunked"
 # Autograd through the token loop keeps several states a token; beyond this many bytes of states the row is left out.
-_MOST_STATES = 2 * 2**30
+_MOST_STATES = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -170,6 +170,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         synchronize = torch.cuda.synchronize if args.device == "cuda" else (lambda: None)
         results: list[dict[str, Any]] = []
+        load = [os.getloadavg()[0]]  # of all that the machine does, before and after
         for d in args.dims:
             for seq in args.seq_lens:
                 rows = _runs(args, seq, d)
@@ -177,8 +178,9 @@ def run(args: argparse.Namespace) -> int:
                 results += [timed.row for timed in rows]
                 for row in results[-len(rows) :]:
                     print(json.dumps({key: value for key, value in row.items() if key != "samples_ms"}), flush=True)
+        load.append(os.getloadavg()[0])
         result = {
-            "device": environment() | {"backend": args.device, "cores": os.cpu_count()},
+            "device": environment() | {"backend": args.device, "cores": os.cpu_count(), "load_average": load},
             "config": {
                 "device": args.device, "batch": args.batch, "heads": args.heads, "seq_lens": args.seq_lens,
                 "dims": args.dims, "dtypes": [args.dtype], "impls": args.impls, "chunk_sizes": [args.chunk_size],
