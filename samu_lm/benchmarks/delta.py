@@ -1,7 +1,8 @@
 """``samu-lm bench delta``: the gated delta rule's implementations, forward and forward + backward (seed 004).
 
 The JSON has the seed's fields: per row median and quartiles over ``repeats`` samples of ``inner`` calls each, peak
-temporaries, residuals, relative errors. ``xla_temp_mb`` keeps its name: it is the allocator's peak less the results,
+temporaries, residuals, relative errors. ``cpu_ms`` is the processor time of all threads, which other work on the machine
+hardly changes. ``xla_temp_mb`` keeps its name: it is the allocator's peak less the results,
 in MiB, for every implementation of this project; JAX's rows have none. ``rel_err`` is the worst of output and
 gradients, against float64. The implementations of a shape are sampled in turn.
 """
@@ -135,13 +136,15 @@ def _time(rows: list[Timed], repeats: int, synchronize: Callable[[], None]) -> N
     rows = [row for row in rows if "error" not in row.row]
     for timed in rows:
         timed.sample(synchronize)
-        timed.inner, timed.samples = max(1, round(30 / timed.samples[0])), []
+        timed.inner = max(1, round(30 / timed.samples[0]))
+        timed.samples, timed.cpu = [], []
     for turn in range(repeats):
         for timed in rows if turn % 2 == 0 else reversed(rows):
             timed.sample(synchronize)
     for timed in rows:
         q1, median, q3 = statistics.quantiles(timed.samples, n=4, method="inclusive")
         timed.row.update(inner=timed.inner, median_ms=median, q1_ms=q1, q3_ms=q3, samples_ms=timed.samples)
+        timed.row["cpu_ms"] = statistics.median(timed.cpu)
 
 
 def _check(args: argparse.Namespace) -> None:

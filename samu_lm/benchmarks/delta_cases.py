@@ -104,11 +104,13 @@ class Timed:
     run: Callable[[], Any]
     inner: int = 1
     samples: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
     def sample(self, synchronize: Callable[[], None]) -> None:
-        """One sample: the mean of ``inner`` calls in a row, in milliseconds."""
-        start = time.perf_counter()
+        """One sample: the mean of ``inner`` calls in a row, in milliseconds; also the processor time of all threads."""
+        start, used = time.perf_counter(), time.process_time()
         for _ in range(self.inner):
             self.run()
         synchronize()
         self.samples.append((time.perf_counter() - start) * 1e3 / self.inner)
+        self.cpu.append((time.process_time() - used) * 1e3 / self.inner)

@@ -19,6 +19,8 @@ from samu_lm.ops.gated_delta.chunk import Decay, Pairs, Written
 from samu_lm.ops.gated_delta.reference import drops, work_dtype
 
 SMALLEST_CHUNK = 16
+# Entries of the C x C matrices that are worked out in one go: 1 MiB of float32, so that they stay in cache.
+_ELEMENTS_TOGETHER = 2**18
 # exp of it is 0 in float64 too; sums of anything lower would swallow the decays of later tokens.
 _LOWEST_LOG_ALPHA = -1000.0
 
@@ -96,15 +98,22 @@ class Rows:
             _segmented_sum(grad_g.flip(-1), ends).flip(-1).masked_fill_(self.starts, 0)
         )  # a first token's is not read
 
-    def cut(self, x: Tensor, index: int, out: Tensor) -> Tensor:
-        """Copies chunk ``index`` of ``[B, T, H, d]`` to ``[n, C, d]``."""
-        part = x[:, index * self.size : (index + 1) * self.size]
-        length = part.shape[1]
-        out = out.unflatten(0, (self.batch, self.heads))
-        out[:, :, :length] = part.transpose(1, 2)
+    def groups(self) -> list[range]:
+        """Chunks that are related together: as few calls as the cache allows; an unfilled last chunk stays alone."""
+        together = max(1, _ELEMENTS_TOGETHER // (self.n * self.size * self.size))
+        full = self.length // self.size
+        groups = [range(start, min(start + together, full)) for start in range(0, full, together)]
+        return groups if full == self.count else [*groups, range(full, self.count)]
+
+    def cut(self, x: Tensor, group: range, out: Tensor) -> Tensor:
+        """Copies chunks of ``[B, T, H, d]`` to ``[G, n, C, d]``."""
+        part = x[:, group.start * self.size : group.stop * self.size]
+        length = min(part.shape[1], self.size)
+        shaped = out.unflatten(1, (self.batch, self.heads))[:, :, :, :length]
+        shaped.copy_(part.unflatten(1, (len(group), length)).permute(1, 0, 3, 2, 4))
         if length < self.size:
             out[:, :, length:] = 0
-        return out.flatten(0, 1)
+        return out
 
     def paste(self, x: Tensor, index: int, out: Tensor) -> None:
         """Copies ``[n, C, d]`` to chunk ``index`` of ``[B, T, H, d]``."""
@@ -112,34 +121,38 @@ class Rows:
         part.transpose(1, 2).copy_(x.unflatten(0, (self.batch, self.heads))[:, :, : part.shape[1]])
 
     def empty(self, *sizes: int) -> Tensor:
-        """A work tensor ``[n, *sizes]``."""
-        return self.inputs.q.new_empty(self.n, *sizes, dtype=self.work)
+        """A work tensor."""
+        return self.inputs.q.new_empty(sizes, dtype=self.work)
 
-    def qk(self, index: int) -> Tensor:
-        """A chunk's queries above its keys, ``[n, 2C, dk]``."""
-        both = self.empty(2 * self.size, self.dk)
-        self.cut(self.inputs.q, index, both[:, : self.size])
-        self.cut(self.inputs.k, index, both[:, self.size :])
+    def qk(self, group: range) -> Tensor:
+        """Queries above keys, ``[G, n, 2C, dk]``."""
+        both = self.empty(len(group), self.n, 2 * self.size, self.dk)
+        self.cut(self.inputs.q, group, both[:, :, : self.size])
+        self.cut(self.inputs.k, group, both[:, :, self.size :])
         return both
 
-    def values(self, x: Tensor, index: int) -> Tensor:
-        """A chunk of values or of their outputs' gradients, ``[n, C, dv]``."""
-        return self.cut(x, index, self.empty(self.size, self.dv))
+    def values(self, x: Tensor, group: range) -> Tensor:
+        """Values or their outputs' gradients, ``[G, n, C, dv]``."""
+        return self.cut(x, group, self.empty(len(group), self.n, self.size, self.dv))
 
     def decay(self, index: int) -> Decay:
         """A chunk's decays."""
-        document = self.document[index] if self.divided[index] else None
-        return Decay(self.g[index], document, self.from_start[index], self.to_end[index], self.total[index])
+        return Decay(self.g[index], None, self.from_start[index], self.to_end[index], self.total[index])
 
-    def relate(self, index: int, qk: Tensor) -> Pairs:
-        """What relates a chunk's tokens."""
-        return chunk.relate(qk, self.beta[index], self.decay(index))
+    def relate(self, group: range, qk: Tensor) -> Pairs:
+        """What relates the tokens of a group's chunks, ``[G, n, ...]``."""
+        part = slice(group.start, group.stop)
+        ends = (x[part].flatten(0, 1) for x in (self.from_start, self.to_end, self.total))
+        document = self.document[part].flatten(0, 1) if any(self.divided[part]) else None
+        together = Decay(self.g[part].flatten(0, 1), document, *ends)
+        pairs = chunk.relate(qk.flatten(0, 1), self.beta[part].flatten(0, 1), together)
+        return Pairs(*(x.unflatten(0, (len(group), self.n)) for x in pairs))
 
     def start(self) -> Tensor:
         """The state before the first chunk, ``[n, dk, dv]``."""
         state = self.inputs.initial_state
         if state is None:
-            return self.empty(self.dk, self.dv).zero_()
+            return self.empty(self.n, self.dk, self.dv).zero_()
         return state.to(self.work).reshape(self.n, self.dk, self.dv)
 
 
@@ -180,17 +193,21 @@ def run_forward(
     o = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     kept = Kept(*(inputs.q.new_empty(shape, dtype=rows.work) for shape in kept_shapes(inputs, size, save, fat)))
     state = rows.start()
-    for index in range(rows.count):
-        state = _carry(state, passing, index)
-        qk, v = rows.qk(index), rows.values(inputs.v, index)
-        pairs = rows.relate(index, qk)
-        if save:
-            kept.states[index] = state
-        out, written, state = chunk.forward(qk, v, rows.beta[index], rows.decay(index), pairs, state)
-        rows.paste(out, index, o)
+    for group in rows.groups():
+        qk, v = rows.qk(group), rows.values(inputs.v, group)
+        pairs = rows.relate(group, qk)
         if fat:
-            for store, value in zip(kept[1:], (*pairs, *written), strict=True):
-                store[index] = value
+            for store, value in zip(kept[1:4], pairs, strict=True):
+                store[group.start : group.stop] = value
+        for i, index in enumerate(group):
+            state = _carry(state, passing, index)
+            if save:
+                kept.states[index] = state
+            own = Pairs(*(x[i] for x in pairs))
+            out, written, state = chunk.forward(qk[i], v[i], rows.beta[index], rows.decay(index), own, state)
+            rows.paste(out, index, o)
+            if fat:
+                kept.residual[index], kept.u[index] = written
     return o, state.reshape(rows.batch, rows.heads, rows.dk, rows.dv).clone(), kept
 
 
@@ -209,22 +226,25 @@ def run_backward(
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     grad_g, grad_beta = torch.empty_like(rows.g), torch.empty_like(rows.beta)
     grad_state = grad_final_state.to(rows.work).reshape(rows.n, rows.dk, rows.dv)
-    for index in reversed(range(rows.count)):
-        qk, state, decay = rows.qk(index), kept.states[index], rows.decay(index)
-        grad_state = _carry(grad_state, passing, index + 1)
+    for group in reversed(rows.groups()):
+        part = slice(group.start, group.stop)
+        qk, out = rows.qk(group), rows.values(grad_o, group)
         if fat:
-            pairs = Pairs(kept.d[index], kept.pa[index], kept.inverse[index])
-            written = Written(kept.residual[index], kept.u[index])
+            pairs, values = Pairs(kept.d[part], kept.pa[part], kept.inverse[part]), None
         else:
-            pairs = rows.relate(index, qk)
-            k_state = torch.bmm(qk[:, size:], state)
-            written = chunk.write(k_state, rows.values(v, index), rows.beta[index], decay, pairs.inverse)
-        grad = chunk.backward(
-            qk, rows.beta[index], decay, pairs, written, state, rows.values(grad_o, index), grad_state
-        )
-        for value, out in zip((grad.q, grad.k, grad.v), grads, strict=True):
-            rows.paste(value, index, out)
-        grad_g[index], grad_beta[index], grad_state = grad.g, grad.beta, grad.state
+            pairs, values = rows.relate(group, qk), rows.values(v, group)
+        for i, index in reversed(list(enumerate(group))):
+            state, decay, own = kept.states[index], rows.decay(index), Pairs(*(x[i] for x in pairs))
+            grad_state = _carry(grad_state, passing, index + 1)
+            if values is None:
+                written = Written(kept.residual[index], kept.u[index])
+            else:
+                k_state = torch.bmm(qk[i, :, size:], state)
+                written = chunk.write(k_state, values[i], rows.beta[index], decay, own.inverse)
+            grad = chunk.backward(qk[i], rows.beta[index], decay, own, written, state, out[i], grad_state)
+            for value, target in zip((grad.q, grad.k, grad.v), grads, strict=True):
+                rows.paste(value, index, target)
+            grad_g[index], grad_beta[index], grad_state = grad.g, grad.beta, grad.state
     return (
         *grads,
         rows.unscalars(rows.grad_log_alpha(grad_g), log_alpha),
