@@ -1,10 +1,10 @@
 """``samu-lm bench delta``: the gated delta rule's implementations, forward and forward + backward (seed 004).
 
 The JSON has the seed's fields: per row median and quartiles over ``repeats`` samples of ``inner`` calls each, peak
-temporaries, residuals, relative errors. ``cpu_ms`` is the processor time of all threads, which other work on the machine
-hardly changes. ``xla_temp_mb`` keeps its name: it is the allocator's peak less the results,
-in MiB, for every implementation of this project; JAX's rows have none. ``rel_err`` is the worst of output and
-gradients, against float64. The implementations of a shape are sampled in turn.
+temporaries, residuals, relative errors. ``xla_temp_mb`` keeps its name: it is the allocator's peak less the results, in
+MiB, for every implementation of this project; JAX's rows have none. ``rel_err`` is the worst of output and gradients,
+against float64. ``cpu_ms`` is the processor time of all threads, which other work on the machine changes less. The
+implementations of a shape are sampled in turn.
 """
 
 from __future__ import annotations
