@@ -3,7 +3,8 @@
     samu-lm prepare ... out=shards
     python -m samu_lm.benchmarks.loader shards --output loader.json
 
-Rows are read from random places of the whole folder, as in training. With ``workers`` 0 the rows are made in this
+Rows are read from random places of the whole folder, as in training; once from files that the system may hold in
+memory, once from files that it has to read from the disk ("cold"). With ``workers`` 0 the rows are made in this
 process; otherwise in so many others, from which batches come through shared memory.
 """
 
@@ -22,7 +23,15 @@ from samu_lm.environment import environment
 
 
 def measure(
-    folder: str, *, seq_len: int, batch_size: int, packing: str, workers: int, seconds: float, warmup: int = 4
+    folder: str,
+    *,
+    seq_len: int,
+    batch_size: int,
+    packing: str,
+    workers: int,
+    seconds: float,
+    cold: bool = False,
+    warmup: int = 4,
 ) -> dict[str, Any]:
     """Speed of the training loader over one epoch or some seconds of it, whichever is shorter.
 
@@ -33,6 +42,7 @@ def measure(
         packing: "concat" or "best_fit".
         workers: processes that make batches; 0: this one.
         seconds: how long to read.
+        cold: first drop the files from the system's memory, as where a corpus is far larger than that.
         warmup: batches that are not counted, while processes start and files are opened.
 
     Returns:
@@ -42,6 +52,9 @@ def measure(
     tokenizer = source.tokenizer()
     data = LMDataModule(source, tokenizer, seq_len, batch_size, num_workers=workers, packing=packing)
     data.setup()
+    for file in sorted(Path(folder).iterdir()) if cold else ():
+        with open(file, "rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     batches = iter(data.train_dataloader())
     for _ in range(warmup):
         next(batches)
@@ -53,6 +66,7 @@ def measure(
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu
     return {
         "packing": packing,
+        "cold": cold,
         "workers": workers,
         "seq_len": seq_len,
         "batch_size": batch_size,
@@ -83,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             packing=packing,
             workers=workers,
             seconds=args.seconds,
+            cold=cold,
         )
+        for cold in (False, True)
         for packing in ("concat", "best_fit")
         for workers in args.workers
     ]

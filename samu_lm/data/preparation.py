@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
@@ -40,6 +41,8 @@ from samu_lm.data.store import train_tokenizer
 from samu_lm.data.tokenizers import Tokenizer
 from samu_lm.data.tokenizing import DOCUMENT, Chunk, Tokens, tokenized
 from samu_lm.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 PARTS = "parts"
 _REPORT_SECONDS = 0.2
@@ -176,6 +179,8 @@ def _sole_writer(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError("out", folder, "another samu-lm prepare is writing there; wait for it") from None
+        except OSError as error:  # some network file systems
+            log.warning("out: no file locks there (%s); start no second preparation in %s", error.strerror, folder)
         yield
     finally:
         os.close(descriptor)

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 MANIFEST, JOB, VERIFIED = "manifest.json", "job.json", "verified.json"
 INDEX = {"offsets.npy": np.dtype("<i8"), "num_bytes.npy": np.dtype("<i8"), "hashes.npy": np.dtype("<u8")}
+_ADVISE = hasattr(mmap, "MADV_WILLNEED")
+_WORTH_ADVICE = 32  # tokens; for shorter pieces the call takes longer than it saves
 PARTIAL = ".partial"  # behind the name of a file that is being written
 
 
@@ -141,6 +144,16 @@ def _note(folder: Path, stamps: Mapping[str, list[Any]]) -> None:
         log.info("%s cannot be written (%s): the shards are hashed again each time", folder / VERIFIED, error.strerror)
 
 
+def _mapped(file: str, count: int) -> mmap.mmap:
+    if not count:  # an empty file cannot be mapped
+        return mmap.mmap(-1, mmap.PAGESIZE)
+    with open(file, "rb") as stream:
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    if _ADVISE:
+        mapped.madvise(mmap.MADV_RANDOM)  # documents come from anywhere: reading ahead would read others
+    return mapped
+
+
 class ShardTokens:
     """The tokens of shards as one array, mapped from the files.
 
@@ -153,10 +166,8 @@ class ShardTokens:
     def __init__(self, files: Iterable[str], counts: Iterable[int], dtype: str) -> None:
         self.files, self.counts, self.dtype = list(files), list(counts), np.dtype(dtype)
         self.ends = np.cumsum(self.counts, dtype=np.int64)
-        self._maps: list[NDArray[Any]] = [
-            np.asarray(np.memmap(file, dtype=self.dtype, mode="r")) if count else np.zeros(0, dtype=self.dtype)
-            for file, count in zip(self.files, self.counts, strict=True)
-        ]
+        self._maps = [_mapped(file, count) for file, count in zip(self.files, self.counts, strict=True)]
+        self._arrays: list[NDArray[Any]] = [np.frombuffer(mapped, dtype=self.dtype) for mapped in self._maps]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.files, self.counts, self.dtype.str)
@@ -174,8 +185,13 @@ class ShardTokens:
         for number in np.unique(shard).tolist():
             self._require_whole(number)
         begin = starts - (self.ends[shard] - np.array(self.counts, dtype=np.int64)[shard])
-        every = zip(shard.tolist(), begin.tolist(), (begin + lengths).tolist(), strict=True)
-        return [self._maps[number][first:last] for number, first, last in every]
+        every = list(zip(shard.tolist(), begin.tolist(), (begin + lengths).tolist(), strict=True))
+        for number, first, last in every if _ADVISE else ():  # so that the disk works on all of them at once
+            if last - first < _WORTH_ADVICE:
+                continue
+            page = first * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+            self._maps[number].madvise(mmap.MADV_WILLNEED, page, last * self.dtype.itemsize - page)
+        return [self._arrays[number][first:last] for number, first, last in every]
 
     def _require_whole(self, number: int) -> None:
         file, size = self.files[number], self.counts[number] * self.dtype.itemsize

@@ -19,7 +19,7 @@ def test_preparing_and_reading_are_measured(tmp_path, capsys):
     short = ["--seq-len", "64", "--batch-size", "4", "--workers", "0", "1", "--seconds", "0.2"]
     loader.main([str(tmp_path / "shards"), *short, "--output", str(tmp_path / "loader.json")])
     results = json.loads((tmp_path / "loader.json").read_text())["results"]
-    assert [(r["packing"], r["workers"]) for r in results] == [
-        (packing, workers) for packing in ("concat", "best_fit") for workers in (0, 1)
+    assert [(r["cold"], r["packing"], r["workers"]) for r in results] == [
+        (cold, packing, workers) for cold in (False, True) for packing in ("concat", "best_fit") for workers in (0, 1)
     ]
     assert all(r["row_tokens"] > 0 for r in results)
