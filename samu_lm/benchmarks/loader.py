@@ -5,7 +5,7 @@
 
 Rows are read from random places of the whole folder, as in training; once from files that the system may hold in
 memory, once from files that it has to read from the disk ("cold"). With ``workers`` 0 the rows are made in this
-process; otherwise in so many others, from which batches come through shared memory.
+process; otherwise in so many others, from which batches come through a pipe.
 """
 
 from __future__ import annotations
