@@ -50,7 +50,6 @@ class Grads(NamedTuple):
     v: Tensor
     g: Tensor
     beta: Tensor
-    state: Tensor
 
 
 @lru_cache
@@ -107,81 +106,78 @@ def relate(qk: Tensor, beta: Tensor, decay: Decay) -> Pairs:
     return Pairs(d, pa, invert_unit_lower(pa[:, size:] * beta[..., None]))
 
 
-class Written(NamedTuple):
-    """What a chunk's tokens see of the state before it, and write."""
+class Solved(NamedTuple):
+    """What a chunk's tokens write: U = u0 - w S for the state S before the chunk."""
 
-    residual: Tensor  # [n, C, dv], V - exp(g) K S
-    u: Tensor  # [n, C, dv]
-
-
-def write(qk_state: Tensor, v: Tensor, beta: Tensor, decay: Decay, inverse: Tensor) -> Written:
-    """U from ``qk_state`` = [Q; K] S (its lower half is read)."""
-    size = v.shape[1]
-    residual = torch.addcmul(v, qk_state[:, -size:], decay.from_start[..., None], value=-1)
-    return Written(residual, torch.bmm(inverse, residual * beta[..., None]))
+    u0: Tensor  # [n, C, dv], X (beta V)
+    w: Tensor  # [n, C, dk], X (beta exp(g) K)
 
 
-def forward(
-    qk: Tensor, v: Tensor, beta: Tensor, decay: Decay, pairs: Pairs, state: Tensor
-) -> tuple[Tensor, Written, Tensor]:
-    """O, what was written, and the state after one chunk per row and head."""
-    size = v.shape[1]
-    qk_state = torch.bmm(qk, state)
-    written = write(qk_state, v, beta, decay, pairs.inverse)
-    o = qk_state[:, :size] * decay.from_start[..., None]
-    o = torch.baddbmm(o, pairs.pa[:, :size], written.u)
-    return o, written, advance(qk, decay, written.u, state)
+def solve(qk: Tensor, v: Tensor, beta: Tensor, decay: Decay, inverse: Tensor) -> Solved:
+    """Both parts of U in one product."""
+    size, dv = v.shape[1:]
+    right = qk.new_empty(v.shape[0], size, dv + qk.shape[2])
+    torch.mul(v, beta[..., None], out=right[..., :dv])
+    torch.mul(qk[:, size:], (beta * decay.from_start)[..., None], out=right[..., dv:])
+    both = torch.bmm(inverse, right)
+    return Solved(both[..., :dv], both[..., dv:])
 
 
-def advance(qk: Tensor, decay: Decay, u: Tensor, state: Tensor) -> Tensor:
-    """The state after a chunk."""
+def output(qk: Tensor, decay: Decay, pairs: Pairs, u: Tensor, state: Tensor) -> Tensor:
+    """O ``[n, C, dv]``."""
     size = u.shape[1]
-    seen = qk[:, size:] * decay.to_end[..., None]
-    return torch.baddbmm(state * decay.total[:, None, None], seen.mT, u)
+    o = torch.bmm(qk[:, :size], state).mul_(decay.from_start[..., None])
+    return o.baddbmm_(pairs.pa[:, :size], u)
+
+
+def local_gradients(qk: Tensor, decay: Decay, pairs: Pairs, grad_o: Tensor) -> tuple[Tensor, Tensor]:
+    """What a chunk's own outputs ask of U, P^T dO, and of the state before it, (exp(g) Q)^T dO."""
+    size = grad_o.shape[1]
+    seen = qk[:, :size] * decay.from_start[..., None]
+    return torch.bmm(pairs.pa[:, :size].mT, grad_o), torch.bmm(seen.mT, grad_o)
 
 
 def backward(
     qk: Tensor,
+    v: Tensor,
     beta: Tensor,
     decay: Decay,
     pairs: Pairs,
-    written: Written,
+    u: Tensor,
     state: Tensor,
     grad_o: Tensor,
+    grad_u: Tensor,
     grad_next: Tensor,
 ) -> Grads:
-    """Gradients of one chunk per row and head, from those of its outputs and of the state after it."""
-    n, size, dv = written.u.shape
+    """Gradients of a chunk's inputs, from all of U's, the outputs' and that of the state after it."""
+    n, size, dv = u.shape
     k = qk[:, size:]
-    p = pairs.pa[:, :size]
-    seen = k * decay.to_end[..., None]
-    grad_u = torch.baddbmm(torch.bmm(p.mT, grad_o), seen, grad_next)
     # Rows of O above rows of -R: both reach D, the keys and the state before the chunk in the same way.
     both = qk.new_empty(n, 2 * size, dv)
     both[:, :size] = grad_o
     grad_r = torch.bmm(pairs.inverse.mT, grad_u)
     torch.neg(grad_r, out=both[:, size:])
-    grad_pa = torch.bmm(both, written.u.mT)
+    grad_pa = torch.bmm(both, u.mT)
     grad_pa[:, size:].diagonal(dim1=1, dim2=2).zero_()
     weighted = (grad_pa * pairs.pa).view(n, 2, size, size)
-    by_beta = weighted[:, 1].sum(-1)
-    grad_beta = torch.linalg.vecdot(grad_r, written.residual) + by_beta
+    grad_beta = torch.linalg.vecdot(grad_r, v) + weighted[:, 1].sum(-1)
     # The decays meet in differences of nearly equal sums; float64 keeps what is left of them.
     moved = torch.addcmul(weighted[:, 0], weighted[:, 1], beta[..., None])
     grad_g = moved.sum(-1, dtype=torch.float64) - moved.sum(-2, dtype=torch.float64)
     grad_pa.view(n, 2, size, size).mul_(pairs.d[:, None])
     grad_pa[:, size:].mul_(beta[..., None])
-    both.view(n, 2, size, dv).mul_(torch.stack([decay.from_start, beta * decay.from_start], 1)[..., None])
     grad_qk = torch.bmm(both, state.mT)
-    grad_g += torch.linalg.vecdot(grad_qk, qk).view(n, 2, size).sum(1, dtype=torch.float64)
-    grad_qk = torch.baddbmm(grad_qk, grad_pa, k)
-    grad_k = grad_qk[:, size:]
+    grad_qk.view(n, 2, size, -1).mul_(decay.from_start[:, None, :, None])
+    by_query, by_key = torch.linalg.vecdot(grad_qk, qk).view(n, 2, size).unbind(1)
+    grad_beta += by_key
+    grad_g += by_query.double() + (beta * by_key).double()
+    grad_k = grad_qk[:, size:].mul_(beta[..., None])
+    grad_qk.baddbmm_(grad_pa, k)
     grad_k += torch.bmm(grad_pa.mT, qk)
-    through_end = torch.bmm(written.u, grad_next.mT)
-    at_end = torch.linalg.vecdot(through_end, seen).double()
-    grad_k += through_end.mul_(decay.to_end[..., None])
+    through_end = torch.bmm(u, grad_next.mT).mul_(decay.to_end[..., None])
+    at_end = torch.linalg.vecdot(through_end, k).double()
+    grad_k += through_end
     grad_g -= at_end
     kept = decay.total * torch.linalg.vecdot(state.flatten(1), grad_next.flatten(1))
     grad_g[:, -1] += at_end.sum(-1) + kept
-    grad_state = torch.baddbmm(grad_next * decay.total[:, None, None], qk.mT, both)
-    return Grads(grad_qk[:, :size], grad_k, grad_r.mul_(beta[..., None]), grad_g, grad_beta, grad_state)
+    return Grads(grad_qk[:, :size], grad_k, grad_r.mul_(beta[..., None]), grad_g, grad_beta)

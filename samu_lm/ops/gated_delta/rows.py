@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from samu_lm.ops.gated_delta import chunk
-from samu_lm.ops.gated_delta.chunk import Decay, Pairs, Written
+from samu_lm.ops.gated_delta.chunk import Decay, Pairs, Solved
 from samu_lm.ops.gated_delta.reference import drops, work_dtype
 
 SMALLEST_CHUNK = 16
-# Entries of the C x C matrices that are worked out in one go: 1 MiB of float32, so that they stay in cache.
-_ELEMENTS_TOGETHER = 2**18
+# Entries of the C x C matrices that are worked out in one go: 512 KiB of float32, so that they stay in cache.
+_ELEMENTS_TOGETHER = 2**17
 # exp of it is 0 in float64 too; sums of anything lower would swallow the decays of later tokens.
 _LOWEST_LOG_ALPHA = -1000.0
 
@@ -115,38 +115,40 @@ class Rows:
             out[:, :, length:] = 0
         return out
 
-    def paste(self, x: Tensor, index: int, out: Tensor) -> None:
-        """Copies ``[n, C, d]`` to chunk ``index`` of ``[B, T, H, d]``."""
-        part = out[:, index * self.size : (index + 1) * self.size]
-        part.transpose(1, 2).copy_(x.unflatten(0, (self.batch, self.heads))[:, :, : part.shape[1]])
+    def paste(self, x: Tensor, group: range, out: Tensor) -> None:
+        """Copies ``[G n, C, d]`` to the group's chunks of ``[B, T, H, d]``."""
+        part = out[:, group.start * self.size : group.stop * self.size]
+        length = min(part.shape[1], self.size)
+        shaped = x.view(len(group), self.batch, self.heads, self.size, -1)[:, :, :, :length]
+        part.unflatten(1, (len(group), length)).copy_(shaped.permute(1, 0, 3, 2, 4))
 
     def empty(self, *sizes: int) -> Tensor:
         """A work tensor."""
         return self.inputs.q.new_empty(sizes, dtype=self.work)
 
     def qk(self, group: range) -> Tensor:
-        """Queries above keys, ``[G, n, 2C, dk]``."""
+        """Queries above keys, ``[G n, 2C, dk]``."""
         both = self.empty(len(group), self.n, 2 * self.size, self.dk)
         self.cut(self.inputs.q, group, both[:, :, : self.size])
         self.cut(self.inputs.k, group, both[:, :, self.size :])
-        return both
+        return both.flatten(0, 1)
 
     def values(self, x: Tensor, group: range) -> Tensor:
-        """Values or their outputs' gradients, ``[G, n, C, dv]``."""
-        return self.cut(x, group, self.empty(len(group), self.n, self.size, self.dv))
+        """Values or their outputs' gradients, ``[G n, C, dv]``."""
+        return self.cut(x, group, self.empty(len(group), self.n, self.size, self.dv)).flatten(0, 1)
 
-    def decay(self, index: int) -> Decay:
-        """A chunk's decays."""
-        return Decay(self.g[index], None, self.from_start[index], self.to_end[index], self.total[index])
-
-    def relate(self, group: range, qk: Tensor) -> Pairs:
-        """What relates the tokens of a group's chunks, ``[G, n, ...]``."""
+    def gates(self, group: range) -> tuple[Tensor, Decay]:
+        """beta and the decays of a group's chunks, ``[G n, ...]``."""
         part = slice(group.start, group.stop)
-        ends = (x[part].flatten(0, 1) for x in (self.from_start, self.to_end, self.total))
         document = self.document[part].flatten(0, 1) if any(self.divided[part]) else None
-        together = Decay(self.g[part].flatten(0, 1), document, *ends)
-        pairs = chunk.relate(qk.flatten(0, 1), self.beta[part].flatten(0, 1), together)
-        return Pairs(*(x.unflatten(0, (len(group), self.n)) for x in pairs))
+        g, beta, start, end, total = (
+            x[part].flatten(0, 1) for x in (self.g, self.beta, self.from_start, self.to_end, self.total)
+        )
+        return beta, Decay(g, document, start, end, total)
+
+    def apart(self, x: Tensor) -> Tensor:
+        """``[G n, ...]`` to ``[G, n, ...]``."""
+        return x.unflatten(0, (-1, self.n))
 
     def start(self) -> Tensor:
         """The state before the first chunk, ``[n, dk, dv]``."""
@@ -163,15 +165,15 @@ class Kept(NamedTuple):
     d: Tensor  # [N, n, C, C]
     pa: Tensor  # [N, n, 2C, C]
     inverse: Tensor  # [N, n, C, C]
-    residual: Tensor  # [N, n, C, dv]
     u: Tensor  # [N, n, C, dv]
+    w: Tensor  # [N, n, C, dk]
 
 
 def kept_shapes(inputs: Inputs, size: int, states: bool, fat: bool) -> list[tuple[int, ...]]:
     """Shapes of :class:`Kept`; what is not kept has no elements."""
     batch, length, heads, dk = inputs.q.shape
     dv, count, n = inputs.v.shape[-1], (length + size - 1) // size, batch * heads
-    rest = [(size, size), (2 * size, size), (size, size), (size, dv), (size, dv)]
+    rest = [(size, size), (2 * size, size), (size, size), (size, dv), (size, dk)]
     return [
         (count if states else 0, n, dk, dv),
         *((count if fat else 0, n, *shape) for shape in rest),
@@ -194,21 +196,37 @@ def run_forward(
     kept = Kept(*(inputs.q.new_empty(shape, dtype=rows.work) for shape in kept_shapes(inputs, size, save, fat)))
     state = rows.start()
     for group in rows.groups():
-        qk, v = rows.qk(group), rows.values(inputs.v, group)
-        pairs = rows.relate(group, qk)
-        if fat:
-            for store, value in zip(kept[1:4], pairs, strict=True):
-                store[group.start : group.stop] = value
+        part = slice(group.start, group.stop)
+        beta, decay = rows.gates(group)
+        qk = rows.qk(group)
+        pairs = chunk.relate(qk, beta, decay)
+        solved = chunk.solve(qk, rows.values(inputs.v, group), beta, decay, pairs.inverse)
+        seen, total = rows.apart(qk[:, size:] * decay.to_end[..., None]), rows.total[part, :, None, None]
+        u0, w = (rows.apart(x) for x in solved)
+        u = kept.u[part] if fat else rows.empty(len(group), rows.n, size, rows.dv)
+        states = kept.states[part] if save else rows.empty(len(group), rows.n, rows.dk, rows.dv)
         for i, index in enumerate(group):
-            state = _carry(state, passing, index)
-            if save:
-                kept.states[index] = state
-            own = Pairs(*(x[i] for x in pairs))
-            out, written, state = chunk.forward(qk[i], v[i], rows.beta[index], rows.decay(index), own, state)
-            rows.paste(out, index, o)
-            if fat:
-                kept.residual[index], kept.u[index] = written
+            states[i] = _carry(state, passing, index)
+            torch.baddbmm(u0[i], w[i], states[i], alpha=-1, out=u[i])
+            state = torch.baddbmm(states[i] * total[i], seen[i].mT, u[i])
+        rows.paste(chunk.output(qk, decay, pairs, u.flatten(0, 1), states.flatten(0, 1)), group, o)
+        if fat:
+            for store, value in zip((kept.d, kept.pa, kept.inverse, kept.w), (*pairs, solved.w), strict=True):
+                store[part] = rows.apart(value)
     return o, state.reshape(rows.batch, rows.heads, rows.dk, rows.dv).clone(), kept
+
+
+def _written(
+    rows: Rows, group: range, kept: Kept, fat: bool, qk: Tensor, v: Tensor, beta: Tensor, decay: Decay
+) -> tuple[Pairs, Tensor, Tensor]:
+    """A group's pairs, U and W: found kept, or worked out again from the states."""
+    part = slice(group.start, group.stop)
+    if fat:
+        d, pa, inverse, u, w = (x[part].flatten(0, 1) for x in kept[1:])
+        return Pairs(d, pa, inverse), u, w
+    pairs = chunk.relate(qk, beta, decay)
+    solved: Solved = chunk.solve(qk, v, beta, decay, pairs.inverse)
+    return pairs, torch.baddbmm(solved.u0, solved.w, kept.states[part].flatten(0, 1), alpha=-1), solved.w
 
 
 def run_backward(
@@ -222,32 +240,31 @@ def run_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of the five inputs and of the initial state; ``passing`` as in :func:`run_forward`."""
     rows = Rows(inputs, size)
-    q, k, v, log_alpha, beta = inputs[:5]
+    q, k, v, log_alpha, beta_input = inputs[:5]
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     grad_g, grad_beta = torch.empty_like(rows.g), torch.empty_like(rows.beta)
     grad_state = grad_final_state.to(rows.work).reshape(rows.n, rows.dk, rows.dv)
     for group in reversed(rows.groups()):
         part = slice(group.start, group.stop)
-        qk, out = rows.qk(group), rows.values(grad_o, group)
-        if fat:
-            pairs, values = Pairs(kept.d[part], kept.pa[part], kept.inverse[part]), None
-        else:
-            pairs, values = rows.relate(group, qk), rows.values(v, group)
+        beta, decay = rows.gates(group)
+        qk, values, out = rows.qk(group), rows.values(v, group), rows.values(grad_o, group)
+        pairs, u, w = _written(rows, group, kept, fat, qk, values, beta, decay)
+        grad_u, by_output = (rows.apart(x) for x in chunk.local_gradients(qk, decay, pairs, out))
+        seen, total = rows.apart(qk[:, size:] * decay.to_end[..., None]), rows.total[part, :, None, None]
+        turned, after = rows.apart(w).mT, rows.empty(len(group), rows.n, rows.dk, rows.dv)
         for i, index in reversed(list(enumerate(group))):
-            state, decay, own = kept.states[index], rows.decay(index), Pairs(*(x[i] for x in pairs))
-            grad_state = _carry(grad_state, passing, index + 1)
-            if values is None:
-                written = Written(kept.residual[index], kept.u[index])
-            else:
-                k_state = torch.bmm(qk[i, :, size:], state)
-                written = chunk.write(k_state, values[i], rows.beta[index], decay, own.inverse)
-            grad = chunk.backward(qk[i], rows.beta[index], decay, own, written, state, out[i], grad_state)
-            for value, target in zip((grad.q, grad.k, grad.v), grads, strict=True):
-                rows.paste(value, index, target)
-            grad_g[index], grad_beta[index], grad_state = grad.g, grad.beta, grad.state
+            after[i] = _carry(grad_state, passing, index + 1)
+            grad_u[i].baddbmm_(seen[i], after[i])
+            grad_state = torch.addcmul(by_output[i], after[i], total[i]).baddbmm_(turned[i], grad_u[i], alpha=-1)
+        state = kept.states[part].flatten(0, 1)
+        ends = out, grad_u.flatten(0, 1), after.flatten(0, 1)
+        grad = chunk.backward(qk, values, beta, decay, pairs, u, state, *ends)
+        for value, target in zip((grad.q, grad.k, grad.v), grads, strict=True):
+            rows.paste(value, group, target)
+        grad_g[part], grad_beta[part] = rows.apart(grad.g), rows.apart(grad.beta)
     return (
         *grads,
         rows.unscalars(rows.grad_log_alpha(grad_g), log_alpha),
-        rows.unscalars(grad_beta, beta),
+        rows.unscalars(grad_beta, beta_input),
         grad_state.reshape(rows.batch, rows.heads, rows.dk, rows.dv).clone(),
     )
