@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import lightning.pytorch as pl
 from lightning.pytorch.loops.fetchers import _DataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer import call
 
@@ -52,6 +53,11 @@ class ExactEpochLoop(_TrainingEpochLoop):
         if fetcher is None or self._validated_batches == self.batch_progress.total.ready:
             return False
         return self._due(fetcher)
+
+    @property
+    def validation_owed_at_start(self) -> bool:
+        """Whether the loaded step is still to be validated, before any other."""
+        return self._owed
 
     def validated(self) -> None:
         """Notes that a validation of the current weights is finished."""
@@ -132,9 +138,20 @@ class ExactEpochLoop(_TrainingEpochLoop):
         self._loaded_rows_per_batch = state_dict.get("rows_per_batch")
 
 
+class ExactFitLoop(_FitLoop):
+    """The loop over epochs; a run whose last step is still to be validated is not done."""
+
+    @property
+    def done(self) -> bool:
+        owed = isinstance(self.epoch_loop, ExactEpochLoop) and self.epoch_loop.validation_owed_at_start
+        return not owed and super().done
+
+
 def make_exact(trainer: pl.Trainer) -> pl.Trainer:
-    """Gives a trainer the exact epoch loop; to be called before `fit`."""
-    own = trainer.fit_loop.epoch_loop
+    """Gives a trainer the exact loops; to be called before `fit`."""
+    loop = trainer.fit_loop
+    own = loop.epoch_loop
+    trainer.fit_loop = ExactFitLoop(trainer, min_epochs=loop.min_epochs, max_epochs=loop.max_epochs)
     trainer.fit_loop.epoch_loop = ExactEpochLoop(trainer, min_steps=own.min_steps, max_steps=own.max_steps)
     return trainer
 

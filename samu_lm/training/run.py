@@ -62,6 +62,7 @@ class Plan:
         schedule: the learning rate's schedule.
         checkpoint: the file to go on from.
         step: the checkpoint's optimizer step, 0 for a new run.
+        validation_owed: that step is still to be validated.
     """
 
     cfg: DictConfig
@@ -72,6 +73,7 @@ class Plan:
     schedule: Schedule
     checkpoint: Path | None = None
     step: int = 0
+    validation_owed: bool = False
 
     def config(self) -> dict[str, Any]:
         """The config as plain values; how the run was resumed is not part of it."""
@@ -129,9 +131,12 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None = None) 
     if plan.checkpoint is not None and 0 <= plan.trainer.max_steps < plan.step:
         remedy = f"lies before the checkpoint's step {plan.step}; give a later end, or an earlier checkpoint"
         raise ConfigError("trainer.max_steps", plan.trainer.max_steps, remedy)
-    if plan.checkpoint is not None and plan.trainer.max_steps == plan.step:
+    if plan.checkpoint is not None and plan.trainer.max_steps == plan.step and not plan.validation_owed:
         log.info("nothing to do: %s is at step %d of %d", plan.checkpoint, plan.step, plan.trainer.max_steps)
-        return {"status": "completed", "global_step": plan.step}
+        done: dict[str, Any] = {"status": "completed", "global_step": plan.step}
+        if plan.trainer.is_global_zero and not (plan.run_dir / "results.json").exists():
+            write_outcome(plan, done)  # what ended the process may have come before it was written
+        return done
     folder = plan.run_dir if plan.checkpoint is None else plan.run_dir / "resumed" / f"step-{plan.step}"
     if plan.trainer.is_global_zero:
         with writing(folder):
@@ -183,7 +188,8 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
         raise ConfigError(
             "model.backend", "triton", f"cannot run on {trainer.strategy.root_device}; use auto or reference"
         )
-    return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, point.step if point else 0)
+    step, owed = (point.step, point.validation_owed) if point else (0, False)
+    return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, step, owed)
 
 
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from samu_lm.errors import ConfigError
 from samu_lm.training.callbacks import GracefulStop
 from samu_lm.training.loggers import read_rows
+from samu_lm.training.loop import validation_owed
 from samu_lm.training.resume import find_checkpoint, merge_config
 from samu_lm.training.run import run
 from tests.training.support import Finished, differences, load, tiny_config, train_tiny, write_corpus
@@ -85,7 +86,10 @@ def straight_and_resumed(
         files = [load(tmp_path / which / "checkpoints" / f"{name}.ckpt") for which in ("straight", "resumed")]
         assert differences(*files) == []
     assert logged(tmp_path / "resumed") == logged(tmp_path / "straight")
-    assert resumed.results == straight.results
+    expected = dict(straight.results)
+    if stops[-1].step == straight.trainer.global_step:  # nothing was trained any more, only validated
+        del expected["train/loss"]
+    assert resumed.results == expected
     if not any(isinstance(stop, SignalInValidation) for stop in stops):  # those validate some batches twice
         assert resumed_seen == straight_seen
     return straight, resumed
@@ -112,6 +116,7 @@ def test_stopped_at_steps_10_and_20_of_30(tmp_path: Path, workers: int) -> None:
         pytest.param(EPOCHS, [SignalAfterStep(N), SignalAfterStep(N + 1)], id="at-an-epoch's-end-and-right-after"),
         pytest.param(EACH_EPOCH, [SignalInValidation(N), SignalInValidation(3 * N)], id="in-validation-at-epochs-ends"),
         pytest.param(EPOCHS, [SignalInValidation(4), SignalInValidation(8)], id="in-validation"),
+        pytest.param(EACH_EPOCH, [SignalAfterStep(4 * N), SignalInValidation(4 * N)], id="at-the-last-epoch's-end"),
         pytest.param(
             [*EACH_EPOCH, "trainer.accumulate_grad_batches=2"],
             [SignalAfterStep(2), SignalAfterStep(6), SignalInValidation(9)],
@@ -133,6 +138,12 @@ def test_stopped_and_resumed_twice(tmp_path: Path, settings: list[str], stops: l
     straight, _ = straight_and_resumed(tmp_path, settings, stops)
     assert straight.trainer.current_epoch == 4
     assert straight.plan.data.rows_consumed == 4 * straight.plan.data.rows_per_epoch
+
+
+def test_stopped_before_the_validation_of_the_last_step(tmp_path: Path) -> None:
+    settings = ["trainer.max_steps=8", "trainer.val_check_interval=3"]
+    straight_and_resumed(tmp_path, settings, [SignalAfterStep(8), SignalInValidation(8)])
+    assert validation_owed(load(tmp_path / "resumed" / "checkpoints" / "last.ckpt")) is False
 
 
 def test_best_checkpoint_resumes_after_its_validation(tmp_path: Path) -> None:
