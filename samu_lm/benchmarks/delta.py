@@ -10,6 +10,7 @@ implementations of a shape are sampled in turn.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import statistics
@@ -163,36 +164,43 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError("--jax", True, "JAX is not installed; pip install 'samu-lm[bench]'") from None
 
 
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _measure_table(args: argparse.Namespace) -> None:
+    """All shapes; what is measured so far is written after each."""
+    synchronize = torch.cuda.synchronize if args.device == "cuda" else (lambda: None)
+    load = [os.getloadavg()[0]]  # of all that the machine does, before and after each shape
+    device = environment() | {"backend": args.device, "cores": os.cpu_count(), "load_average": load}
+    if args.jax:
+        device["jax"] = importlib.metadata.version("jax")
+    config = {
+        "device": args.device, "batch": args.batch, "heads": args.heads, "seq_lens": args.seq_lens, "dims": args.dims,
+        "dtypes": [args.dtype], "impls": args.impls, "chunk_sizes": [args.chunk_size], "repeats": args.repeats,
+    }  # fmt: skip
+    results: list[dict[str, Any]] = []
+    for d in args.dims:
+        for seq in args.seq_lens:
+            rows = _runs(args, seq, d)
+            _time(rows, args.repeats, synchronize)
+            for row in (timed.row for timed in rows):
+                results.append(row)
+                print(json.dumps({key: value for key, value in row.items() if key != "samples_ms"}), flush=True)
+            load.append(os.getloadavg()[0])
+            _write(args.output, {"device": device, "config": config, "results": results})
+
+
 def run(args: argparse.Namespace) -> int:
-    """Measures the table and writes it as JSON."""
+    """Measures the table, or the run at scale, and writes it as JSON."""
     _check(args)
     if args.scale:
         from samu_lm.benchmarks.delta_scale import measure
 
-        result: dict[str, Any] = {"environment": environment(), **measure(args.repeats)}
+        _write(args.output, {"environment": environment(), **measure(args.repeats)})
     else:
-        synchronize = torch.cuda.synchronize if args.device == "cuda" else (lambda: None)
-        results: list[dict[str, Any]] = []
-        load = [os.getloadavg()[0]]  # of all that the machine does, before and after
-        for d in args.dims:
-            for seq in args.seq_lens:
-                rows = _runs(args, seq, d)
-                _time(rows, args.repeats, synchronize)
-                results += [timed.row for timed in rows]
-                for row in results[-len(rows) :]:
-                    print(json.dumps({key: value for key, value in row.items() if key != "samples_ms"}), flush=True)
-        load.append(os.getloadavg()[0])
-        result = {
-            "device": environment() | {"backend": args.device, "cores": os.cpu_count(), "load_average": load},
-            "config": {
-                "device": args.device, "batch": args.batch, "heads": args.heads, "seq_lens": args.seq_lens,
-                "dims": args.dims, "dtypes": [args.dtype], "impls": args.impls, "chunk_sizes": [args.chunk_size],
-                "repeats": args.repeats,
-            },
-            "results": results,
-        }  # fmt: skip
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(result, indent=1) + "\n")
+        _measure_table(args)
     return 0
 
 

@@ -100,8 +100,9 @@ def gated_delta_rule(
     first = first_token_mask(reset, initial_state)
     tensors = (q, k, v, log_alpha, beta, first, initial_state)
     if v.numel() == 0:
-        state = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=torch.float32)
-        state = state if initial_state is None else initial_state.float()
+        work = torch.float64 if q.dtype == torch.float64 else torch.float32
+        state = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=work)
+        state = state if initial_state is None else initial_state.to(work)
         return v.clone(), state if output_final_state else None
     if implementation == "recurrent":
         from samu_lm.ops.gated_delta.reference import recurrent
