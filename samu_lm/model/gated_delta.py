@@ -31,8 +31,8 @@ class GatedDelta(nn.Module):
         num_heads: H.
         conv_width: taps K.
         depth: blocks of the whole model; scales the initialisation of the output projection.
-        backend: ``triton`` for the kernels (``ssd``), ``reference`` for plain PyTorch (``chunked``), ``auto`` for the
-            kernels on a GPU and plain PyTorch elsewhere.
+        backend: ``triton`` for the kernels (``ssd``), ``reference`` for plain PyTorch (``chunked``); ``auto`` is plain
+            PyTorch on a GPU too, until the kernels have been measured there.
 
     Raises:
         ValueError: ``rnn_width`` does not divide into the heads, or the backend is unknown.
@@ -120,7 +120,8 @@ class GatedDelta(nn.Module):
         return_state: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The recurrence alone, on the implementation that suits backend and length."""
-        implementation = "ssd" if choose_backend("gated_delta_rule", self.backend, q) == "triton" else "chunked"
+        backend = "reference" if self.backend == "auto" else self.backend
+        implementation = "ssd" if choose_backend("gated_delta_rule", backend, q) == "triton" else "chunked"
         if q.shape[1] == 1:
             implementation = "recurrent"  # one token fills no chunk
         return gated_delta_rule(
