@@ -48,7 +48,7 @@ def read_checkpoint(path: Path, key: str, shapes_only: bool = False) -> dict[str
     elif sharded.is_sharded(path):
         content = sharded.read(path, key, shapes_only)
     else:
-        _check_file(path, key)
+        check_file(path, key)
         content = load_plain(path, key)
     return _own_format(content, path, key)
 
@@ -118,7 +118,7 @@ def _check_structure(path: Path, key: str) -> None:
         raise ConfigError(key, path, "is truncated: its end is missing; copy it again or give an earlier one")
 
 
-def _check_file(path: Path, key: str) -> None:
+def check_file(path: Path, key: str) -> None:
     """Refuses what cannot be a whole checkpoint, before anything is loaded."""
     _check_structure(path, key)
     try:

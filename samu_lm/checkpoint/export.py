@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -61,6 +62,8 @@ def export(source: Path, out: Path) -> list[Path]:
     Raises:
         ConfigError: `checkpoint` cannot be read, or `out` exists or cannot be written.
     """
+    from safetensors import SafetensorError
+
     from samu_lm.checkpoint import exported, read_checkpoint
 
     if out.exists():
@@ -78,15 +81,17 @@ def export(source: Path, out: Path) -> list[Path]:
                 os.fsync(file.fileno())
             os.replace(partial, out)
             return [out]
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir()
         names = [path.name for path in exported.write(partial, content)]
         for name in names:
             with (partial / name).open("rb") as file:
                 os.fsync(file.fileno())
         os.replace(partial, out)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
         raise ConfigError("out", out, f"cannot be written ({reason}); free space or give another path") from error
     return [out / name for name in names]

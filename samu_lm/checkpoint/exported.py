@@ -1,7 +1,7 @@
 """A checkpoint for use elsewhere: a folder with the weights as safetensors, the config and the tokenizer.
 
 `model.safetensors` holds the weights under the model's own names, each once: the output layer is the embedding.
-`config.json` holds the run's config, the step and the weights' SHA-256; `tokenizer_config.json` the tokenizer's
+`config.json` holds the run's config, the step and the other files' SHA-256; `tokenizer_config.json` the tokenizer's
 settings, and `tokenizer.json`, where there is one, its vocabulary in the format of the `tokenizers` package.
 """
 
@@ -44,15 +44,15 @@ def write(folder: Path, content: Mapping[str, Any]) -> list[Path]:
     description = {
         **{key: value for key, value in own.items() if key != "tokenizer"},
         **{key: content[key] for key in _KEPT if key in content},
-        "sha256": _sha256(folder / WEIGHTS),
     }
-    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
     (folder / TOKENIZER_CONFIG).write_text(json.dumps(tokenizer, indent=2) + "\n")
-    written = [folder / WEIGHTS, folder / CONFIG, folder / TOKENIZER_CONFIG]
+    written = [folder / WEIGHTS, folder / TOKENIZER_CONFIG]
     if vocabulary is not None:
         (folder / TOKENIZER).write_text(vocabulary)
         written.append(folder / TOKENIZER)
-    return written
+    description["sha256"] = {path.name: _sha256(path) for path in written}
+    (folder / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+    return [*written, folder / CONFIG]
 
 
 def read(folder: Path, key: str) -> dict[str, Any]:
@@ -77,8 +77,11 @@ def read(folder: Path, key: str) -> dict[str, Any]:
         description, tokenizer = (json.loads((folder / name).read_text()) for name in (CONFIG, TOKENIZER_CONFIG))
         if (folder / TOKENIZER).is_file():
             tokenizer["json"] = (folder / TOKENIZER).read_text()
-        if _sha256(folder / WEIGHTS) != description["sha256"]:
-            raise ConfigError(key, folder, f"is damaged in {WEIGHTS}; copy it again")
+        for name, digest in description["sha256"].items():
+            if not (folder / name).is_file():
+                raise ConfigError(key, folder, f"is incomplete: it lacks {name}; export the checkpoint again")
+            if _sha256(folder / name) != digest:
+                raise ConfigError(key, folder, f"is damaged in {name}; copy it again")
         weights = load_file(folder / WEIGHTS)
         own = {name: value for name, value in description.items() if name not in (*_KEPT, "sha256")}
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:

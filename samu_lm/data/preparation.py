@@ -200,7 +200,7 @@ def _identity(source: Source, tokenizer: Tokenizer, shard_tokens: int, val_fract
 
 
 def _refuse_other_job(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    names = {"source": "data (source, options or files)", "tokenizer": "tokenizer", "shard_tokens": "shard_tokens"}
+    names = {"source": "data (source, options or files)", "trained_without": "data.val_fraction"}
     differing = [names.get(key, key) for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)]
     if differing:
         remedy = (
@@ -217,10 +217,25 @@ def _finished(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     return manifest
 
 
+def _noted(file: Path) -> dict[str, Any]:
+    """What an earlier run noted.
+
+    Raises:
+        ConfigError: the file does not hold it.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or not content:
+        raise ConfigError("out", file, "is damaged; delete the folder, or choose another, and run it again")
+    return content
+
+
 def _open_job(folder: Path, job: dict[str, Any]) -> None:
     file = folder / JOB
     if file.exists():
-        _refuse_other_job(folder, json.loads(file.read_text(encoding="utf-8"))["job"], job)
+        _refuse_other_job(folder, _noted(file)["job"], job)
         return
     others = sorted(entry.name for entry in folder.iterdir() if not entry.name.endswith(PARTIAL))
     if others:
@@ -235,7 +250,7 @@ def _trained(folder: Path, source: Source, tokenizer: Tokenizer, val_fraction: f
         return
     file = folder / PARTS / "tokenizer.json"
     if file.exists():
-        tokenizer.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
+        tokenizer.load_state_dict(_noted(file))
         return
     train_tokenizer(source, tokenizer, val_fraction)
     _write_whole(file, json.dumps(tokenizer.state_dict()).encode())
@@ -249,7 +264,7 @@ def _finished_parts(folder: Path) -> list[dict[str, Any]]:
     """
     parts: list[dict[str, Any]] = []
     while (record := folder / PARTS / f"{len(parts):05d}.json").exists():
-        part = json.loads(record.read_text(encoding="utf-8"))
+        part = _noted(record)
         shard, documents = folder / shard_name(len(parts)), _documents_file(folder, len(parts))
         if not shard.exists():
             break

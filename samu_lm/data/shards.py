@@ -79,7 +79,7 @@ def read_manifest(path: str | None, key: str = "data.path") -> tuple[Path, dict[
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         digest = content.pop("hash")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         remedy = f"{file} cannot be read ({error}); restore it, or prepare the corpus again in another folder"
         raise ConfigError(key, path, remedy) from error
     if json.loads(manifest_text(content))["hash"] != digest:

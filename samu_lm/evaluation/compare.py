@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import contextlib
 import html
 import io
 from collections.abc import Callable, Sequence
@@ -48,8 +49,13 @@ def run(args: argparse.Namespace) -> int:
     text = report(runs, args.title, args.by)
     try:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        with args.output.open("x", encoding="utf-8") as file:
-            file.write(text)
+        partial = args.output.with_name(f".{args.output.name}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(args.output)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError("--output", args.output, f"cannot be written ({error.strerror})") from error
     header, rows = summary(runs)

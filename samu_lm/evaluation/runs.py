@@ -141,6 +141,9 @@ def _json(path: Path) -> dict[str, Any]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} holds no object")
+    for name, kind in (("parameters", int), ("packages", dict), ("command", list), ("by_position", list)):
+        if name in content and not isinstance(content[name], kind):
+            raise ValueError(f"{path.name} holds {name}={content[name]!r}")
     return content
 
 

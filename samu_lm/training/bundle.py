@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samu_lm.checkpoint import load_plain
+from samu_lm.checkpoint import check_file, load_plain
 from samu_lm.data import Batch
 from samu_lm.errors import ConfigError
 from samu_lm.training.module import TrainingModule
@@ -72,6 +72,7 @@ def read_bundle(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ConfigError("BUNDLE", path, "no such file; give one below a run's bundles/")
+    check_file(path, "BUNDLE")  # a changed bit would pass for a step that does not come out the same
     content = load_plain(path, "BUNDLE")
     if not isinstance(content, dict) or content.get("bundle") != FORMAT:
         raise ConfigError("BUNDLE", path, f"is no bundle of format {FORMAT}; give one below a run's bundles/")

@@ -141,6 +141,8 @@ def _named(device: str) -> str:
         place = torch.device(device)
     except RuntimeError as error:
         raise ConfigError("--device", device, "must be cpu, cuda, cuda:1 or auto") from error
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError("--device", device, "must be cpu, cuda, cuda:1 or auto")
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device", device, "there is no GPU here; use cpu")
     return device

@@ -110,6 +110,24 @@ def test_a_bpe_vocabulary_is_that_of_training_without_shards(corpora, tmp_path):
     assert ShardSource(str(tmp_path / "out")).tokenizer().fingerprint() == plain.fingerprint()
 
 
+def test_damaged_notes_are_refused_by_name(corpora, tmp_path):
+    with pytest.raises(Stop):
+        prepare(sources(corpora)["jsonl"], tmp_path / "out", report=stop_after(5))
+    for name in ("job.json", "parts/00000.json"):
+        file = tmp_path / "out" / name
+        whole = file.read_text()
+        for damage in ("[]", whole[:-5]):
+            file.write_text(damage)
+            with pytest.raises(ConfigError, match=rf"out=.*{name}: is damaged"):
+                prepare(sources(corpora)["jsonl"], tmp_path / "out")
+        file.write_text(whole)
+    manifest = prepare(sources(corpora)["jsonl"], tmp_path / "out")
+    assert manifest["documents"]
+    (tmp_path / "out" / "manifest.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"manifest\.json cannot be read"):
+        ShardSource(str(tmp_path / "out")).check()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

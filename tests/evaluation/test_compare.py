@@ -92,6 +92,7 @@ def test_recorded_runs(tmp_path: Path) -> None:
         ("empty", "holds no run"),
         ("row", "cannot be read"),
         ("json", "cannot be read"),
+        ("kind", "cannot be read"),
         ("taken", "exists already"),
     ],
 )
@@ -105,6 +106,8 @@ def test_refusals(fault: str, said: str, tmp_path: Path, capsys: pytest.CaptureF
         (run / "logs" / "metrics.csv").write_text("step,train/loss\nten,3\n")
     elif fault == "json":
         (run / "results.json").write_text("{")
+    elif fault == "kind":
+        (run / "environment.json").write_text('{"packages": null}')
     elif fault == "taken":
         output.write_text("mine")
     assert main(["compare", str(run), "--output", str(output)]) == 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from samu_lm.checkpoint import exported
 from samu_lm.cli import main
@@ -128,6 +128,43 @@ def test_a_full_disk_leaves_nothing(
     message = refusal(capsys, f"checkpoint={checkpoint}", f"out={tmp_path / name}")
     assert message.startswith(f"out={tmp_path / name}: cannot be written (No space left on device)")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file where a folder should be, and whatever the weights' own writer raises."""
+    (tmp_path / "file").write_text("")
+    for name in ("file/out", "file/out.ckpt"):
+        assert "cannot be written" in refusal(capsys, f"checkpoint={checkpoint}", f"out={tmp_path / name}")
+
+    def failing(*args: object, **kwargs: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", failing)
+    assert "No space left" in refusal(capsys, f"checkpoint={checkpoint}", f"out={tmp_path / 'out'}")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_a_killed_export_left_is_no_hindrance(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "model.safetensors").write_text("half")
+    assert main(["export", f"checkpoint={checkpoint}", f"out={tmp_path / 'out'}"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_changed_tokenizer_is_refused(folder: Path) -> None:
+    names = [name for name in (exported.TOKENIZER, exported.TOKENIZER_CONFIG) if (folder / name).exists()]
+    for name in names:
+        whole = (folder / name).read_text()
+        (folder / name).write_text(whole + " ")
+        with pytest.raises(ConfigError, match=f"is damaged in {name}"):
+            load_checkpoint(folder)
+        (folder / name).unlink()
+        with pytest.raises(ConfigError, match=f"it lacks {name}"):
+            load_checkpoint(folder)
+        (folder / name).write_text(whole)
+    load_checkpoint(folder)
 
 
 def test_damage_is_refused(folder: Path) -> None:

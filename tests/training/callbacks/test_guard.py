@@ -187,6 +187,14 @@ def test_a_fault_from_outside_the_step_does_not_show_again(tmp_path: Path, capsy
     assert "NOT the same as then" in out
 
 
+@pytest.mark.parametrize("device", ["meta", "nowhere"])
+def test_places_where_nothing_can_be_replayed(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(NonFiniteError):
+        train_tiny(tiny_config(write_corpus(tmp_path), *EACH_STEP), tmp_path / "run", Spoil(float("nan"), 2))
+    assert main(["replay", str(tmp_path / "run" / "bundles" / "step-2.pt"), "--device", device]) == 2
+    assert f"--device={device}: must be cpu, cuda, cuda:1 or auto" in capsys.readouterr().err
+
+
 def test_a_full_disk_does_not_hide_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +211,14 @@ def test_a_full_disk_does_not_hide_the_reason(
 
 def test_bundles_are_read_with_care(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"state_dict": {}}, tmp_path / "other.pt")
-    for name, reason in (("absent.pt", "no such file"), ("other.pt", "is no bundle of format 1")):
+    damaged = bytearray((tmp_path / "other.pt").read_bytes())
+    damaged[damaged.index(b"state_dict")] ^= 1
+    (tmp_path / "damaged.pt").write_bytes(damaged)
+    for name, reason in (
+        ("absent.pt", "no such file"),
+        ("other.pt", "is no bundle of format 1"),
+        ("damaged.pt", "is damaged in "),
+    ):
         assert main(["replay", str(tmp_path / name)]) == 2
         assert capsys.readouterr().err.startswith(f"samu-lm replay: BUNDLE={tmp_path / name}: {reason}")
 
