@@ -11,6 +11,15 @@ os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 import pytest
 import torch
 
+try:  # GPU tests run without it
+    from hypothesis import settings
+except ImportError:
+    pass
+else:
+    # The same examples on every run; HYPOTHESIS_PROFILE=default looks for others.
+    settings.register_profile("repeatable", derandomize=True)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.beside import default_jobs, run_beside
 from samu_lm.benchmarks.cases import DOCUMENT, MIXERS, CheckFailed
 from samu_lm.benchmarks.report import MIB
 from samu_lm.benchmarks.shapes import require_gpu
 from samu_lm.benchmarks.statistics import summary
-from samu_lm.errors import ConfigError
 from samu_lm.model import RecurrentBlock
 
 DEVICE = "cuda"
@@ -182,10 +182,9 @@ def table(result: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes JSON and table, prints the table."""
-    for name in ("rounds", "repeats"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name}", getattr(args, name), "must be at least 1")
+    check_positive(rounds=args.rounds, repeats=args.repeats)
     require_gpu()
+    check_output(args.output)
     compiled = not args.eager
     run_beside(
         compile_case, [(name, mixer, compiled) for name in args.cases for mixer in args.architectures], args.jobs
@@ -204,7 +203,6 @@ def run(args: argparse.Namespace) -> int:
         "command": " ".join(["samu-lm", *sys.argv[1:]]),
         "cases": [],
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     for name in args.cases:
         result["cases"].append(measure(name, args.architectures, args.rounds, args.repeats, compiled))
         torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ import torch
 from triton.errors import TritonError
 
 from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.beside import default_jobs, run_beside
 from samu_lm.benchmarks.cases import PHASES, CheckFailed, Shape, check_bfloat16, samu_case
 from samu_lm.benchmarks.shapes import CALIBRATED, parse_shapes, require_gpu
@@ -153,10 +154,9 @@ def entry(shape: Shape, rows: list[dict[str, Any]], fields: dict[str, dict[str, 
 def run(args: argparse.Namespace) -> int:
     """Measures and writes the record; prints each shape's choice."""
     shapes, plans = parse_shapes(args.shapes, CALIBRATED), read_candidates(args.candidates)
-    for name in ("rounds", "repeats"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name}", getattr(args, name), "must be at least 1")
+    check_positive(rounds=args.rounds, repeats=args.repeats)
     require_gpu()
+    check_output(args.output or dispatch.record_path(OP))
     run_beside(compile_plan, [(shape, plan) for shape in shapes for plan in plans.values()], args.jobs)
     default = Plan()
     fields = {n: {k: v for k, v in asdict(p).items() if v != getattr(default, k)} for n, p in plans.items()}
@@ -180,7 +180,6 @@ def run(args: argparse.Namespace) -> int:
         "rows": [],
     }
     output = args.output or dispatch.record_path(OP)
-    output.parent.mkdir(parents=True, exist_ok=True)
     for shape in shapes:
         rows = measure(shape, plans, args.rounds, args.repeats)
         if not rows:

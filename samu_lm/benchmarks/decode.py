@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.cases import MIXERS, CheckFailed
 from samu_lm.benchmarks.shapes import require_gpu
 from samu_lm.benchmarks.step import SIZES
-from samu_lm.errors import ConfigError
 from samu_lm.model import RecurrentLM
 
 DEVICE = "cuda"
@@ -167,11 +167,9 @@ def table(result: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes JSON and table, prints the table."""
-    for name, values in (("--batch-sizes", args.batch_sizes), ("--repeats", [args.repeats])):
-        for value in values:
-            if value < 1:
-                raise ConfigError(name, value, "must be at least 1")
+    check_positive(batch_sizes=args.batch_sizes, repeats=args.repeats)
     require_gpu()
+    check_output(args.output)
     ceiling = timing.copy_rate()
     result: dict[str, Any] = {
         "schema_version": 1,
@@ -181,7 +179,6 @@ def run(args: argparse.Namespace) -> int:
         "model": args.model,
         "rows": [],
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     for mixer in args.architectures:
         result["rows"] += measure(args.model, mixer, args.batch_sizes, args.repeats, ceiling)
         args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

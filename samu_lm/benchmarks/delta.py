@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from samu_lm.benchmarks import delta_cases as cases
+from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.delta_cases import MIB, MODES, NAMES, Timed
 from samu_lm.environment import environment
 from samu_lm.errors import ConfigError
@@ -149,10 +150,12 @@ def _time(rows: list[Timed], repeats: int, synchronize: Callable[[], None]) -> N
 
 
 def _check(args: argparse.Namespace) -> None:
+    check_positive(batch=args.batch, heads=args.heads, seq_lens=args.seq_lens, dims=args.dims)
     if args.repeats < 2:
         raise ConfigError("--repeats", args.repeats, "must be at least 2: quartiles need samples")
     if (args.device == "cuda" or args.scale) and not torch.cuda.is_available():
-        raise ConfigError("--scale" if args.scale else "--device", "cuda", "needs a CUDA GPU, and none is visible")
+        key, value = ("--scale", "yes") if args.scale else ("--device", args.device)
+        raise ConfigError(key, value, "needs a CUDA GPU, and none is visible")
     if args.jax:
         if args.device != "cpu" or args.dtype != "float32":
             raise ConfigError("--jax", f"{args.device}, {args.dtype}", "is measured on the CPU in float32 only")
@@ -165,7 +168,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -195,6 +197,7 @@ def _measure_table(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures the table, or the run at scale, and writes it as JSON."""
     _check(args)
+    check_output(args.output)
     if args.scale:
         from samu_lm.benchmarks.delta_scale import measure
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.beside import default_jobs, run_beside
 from samu_lm.benchmarks.cases import CASES, MIXERS, PHASES, Case, Shape, check
 from samu_lm.benchmarks.report import mixer_table, plot_mixer
@@ -136,13 +137,19 @@ def read_result(path: Path) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> int:
     """Measures, writes JSON, Markdown and PNG, prints the Markdown table."""
     if args.report is not None:
-        report(read_result(args.report), args.report)
+        try:
+            report(read_result(args.report), args.report)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError("--report", args.report, f"is no whole result ({error!r}); record it again") from error
+        except OSError as error:
+            raise ConfigError(
+                "--report", args.report, f"no file can be written beside it ({error.strerror})"
+            ) from error
         return 0
     shapes = parse_shapes(args.shapes)
-    for name in ("rounds", "repeats"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name}", getattr(args, name), "must be at least 1")
+    check_positive(rounds=args.rounds, repeats=args.repeats)
     require_gpu()
+    check_output(args.output)
     run_beside(compile_case, [(name, shape) for shape in shapes for name in args.architectures], args.jobs)
     ceiling = timing.copy_rate()
     result: dict[str, Any] = {
@@ -161,7 +168,6 @@ def run(args: argparse.Namespace) -> int:
         "copy_tb_s": ceiling,
         "rows": [],
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     for shape in shapes:
         result["rows"] += measure_shape(shape, args.architectures, args.rounds, args.repeats, ceiling)
         torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.cases import DOCUMENT, MIXERS, CheckFailed
 from samu_lm.benchmarks.report import MIB
 from samu_lm.benchmarks.shapes import require_gpu
@@ -234,13 +235,12 @@ def table(result: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes JSON and table, prints the table."""
-    for name, value in (("--repeats", args.repeats), ("--tokens", args.tokens)):
-        if value < 1:
-            raise ConfigError(name, value, "must be at least 1")
+    check_positive(repeats=args.repeats, tokens=args.tokens)
     for length in args.lengths:
         if length < 2 or args.tokens % length:
             raise ConfigError("--lengths", length, f"must be at least 2 and divide --tokens={args.tokens}")
     require_gpu()
+    check_output(args.output)
     result: dict[str, Any] = {
         "schema_version": 1,
         "protocol": {
@@ -257,7 +257,6 @@ def run(args: argparse.Namespace) -> int:
         "tokens": args.tokens,
         "rows": [],
     }
-    args.output.parent.mkdir(parents=True, exist_ok=True)
     for mixer in args.architectures:
         errors = check(SIZES[args.model], mixer, not args.eager)
         for length in args.lengths:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 FLOATING = "float32, bfloat16, float16 or float64"
 
 
 def check_activations(x: Tensor, name: str = "x") -> tuple[int, int, int]:
     """Checks a floating-point ``[B, L, W]`` tensor and returns its sizes."""
+    refuse_forward_mode()
     if not x.is_floating_point():
         raise TypeError(f"{name}.dtype={x.dtype}: must be {FLOATING}")
     if x.dim() != 3:
         raise ValueError(f"{name}.shape={tuple(x.shape)}: must be [batch, length, width]")
     batch, length, width = x.shape
     return batch, length, width
+
+
+def refuse_forward_mode() -> None:
+    """The ops have reverse-mode derivatives only; torch would drop a tangent in silence.
+
+    Raises:
+        NotImplementedError: within ``torch.func.jvp``, ``jacfwd`` or ``forward_ad.dual_level``.
+    """
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        raise NotImplementedError("forward-mode derivatives (jvp, jacfwd) are not implemented; use reverse mode")
 
 
 def check_shape(tensor: Tensor, shape: tuple[int, ...], name: str, like: Tensor | None = None) -> None:

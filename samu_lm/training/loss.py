@@ -53,7 +53,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
         for start in range(0, len(hidden), tokens):
             chunk, label = hidden[start : start + tokens], labels[start : start + tokens, None]
-            counts, place = label != IGNORED_TARGET, label.clamp(min=0)
+            counts = label != IGNORED_TARGET
+            place = torch.where(counts, label, 0)  # any other label out of range is refused
             logits = (chunk @ weight.T).float()
             norm = logits.logsumexp(1, keepdim=True)
             total = total + torch.where(counts, norm - logits.gather(1, place), 0).sum()
@@ -71,7 +72,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad.to(grad_hidden.dtype), (grad_weight * grad).to(ctx.weight_dtype), None, None, None
+        scaled = (grad_hidden.float() * grad).to(grad_hidden.dtype)  # the factor itself is not rounded
+        return scaled, (grad_weight * grad).to(ctx.weight_dtype), None, None, None
 
 
 def summed_cross_entropy(

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from samu_lm.ops import causal_conv1d, rglru, rglru_mixer, samu, samu_controls
+from samu_lm.ops import (
+    causal_conv1d,
+    gated_delta_rule,
+    rglru,
+    rglru_mixer,
+    samu,
+    samu_controls,
+)
 from tests.ops.support import CASES, OpCase, gradients, random_reset, relative_error
 
 by_op = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -132,3 +140,19 @@ def test_dtype_of_a_parameter_is_checked() -> None:
     x = torch.zeros(1, 2, 4)
     with pytest.raises(TypeError, match=r"a_param\.dtype=torch\.int64"):
         rglru(x, x, x, torch.zeros(4, dtype=torch.int64))
+
+
+def test_forward_mode_is_refused_rather_than_dropped() -> None:
+    calls = {
+        "samu": lambda x: samu(x, x[..., 0], x[..., 0], torch.zeros(4), torch.zeros(4))[0],
+        "rglru": lambda x: rglru(x, x, x, torch.zeros(8))[0],
+        "causal_conv1d": lambda x: causal_conv1d(x, torch.zeros(8, 4), torch.zeros(8))[0],
+        "gated_delta_rule": lambda x: gated_delta_rule(x[..., None], x[..., None], x[..., None], -x.square(), x)[0],
+    }
+    x = torch.randn(1, 5, 8)
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            torch.func.jvp(call, (x,), (x,))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+            call(forward_ad.make_dual(x, x))
+        assert call(x).shape[:2] == (1, 5), name

@@ -46,7 +46,8 @@ def test_packed_equals_alone(case: OpCase, lengths: list[int], seed: int) -> Non
             if name in case.parameters:
                 sums[name] += value
             else:
-                assert relative_error(packed[name][:, start:stop], value) < 2e-6, f"{name} of tokens {start}..{stop}"
+                bound = 2e-6 if value.dim() == 3 else 1e-5  # a control's gradient is a sum over modes, and may cancel
+                assert relative_error(packed[name][:, start:stop], value) < bound, f"{name} of tokens {start}..{stop}"
         start = stop
     for name, value in sums.items():
         assert relative_error(packed[name], value) < 2e-5, name

@@ -95,6 +95,28 @@ def test_without_gradients_none_are_made(layer: nn.Linear) -> None:
     torch.testing.assert_close(loss, gradients(layer, 10**9)[0])
 
 
+@pytest.mark.parametrize("elements", [4 * 50, 10**9])
+@pytest.mark.parametrize("target", [-5, 50])
+def test_a_target_outside_the_vocabulary_is_refused(layer: nn.Linear, target: int, elements: int) -> None:
+    hidden, targets, mask = example()
+    targets[0, 0] = target
+    mask[0, 0] = True
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        summed_cross_entropy(hidden, targets, mask, layer.weight, elements)
+
+
+def test_the_factor_behind_the_sum_is_not_rounded(layer: nn.Linear) -> None:
+    """In bfloat16 the gradients scale by the float32 factor, not by its nearest bfloat16."""
+    hidden, targets, mask = example()
+    half = hidden.detach().bfloat16().requires_grad_()
+    grads = []
+    for factor in (1.0, 1 / 997):
+        loss = summed_cross_entropy(half, targets, mask, layer.weight.bfloat16(), 50)
+        grads.append(torch.autograd.grad(loss * factor, half)[0].double())
+    scale = float((grads[0] * grads[1]).sum() / grads[0].square().sum())
+    assert scale == pytest.approx(1 / 997, rel=5e-4)
+
+
 def test_compiles_in_chunks(layer: nn.Linear) -> None:
     hidden, targets, mask = example()
     compiled = torch.compile(summed_cross_entropy, fullgraph=True, backend="aot_eager")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from samu_lm.ops.backend import choose_backend
-from samu_lm.ops.checks import FLOATING, check_reset, check_shape
+from samu_lm.ops.checks import FLOATING, check_reset, check_shape, refuse_forward_mode
 from samu_lm.ops.resets import first_token_mask
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "chunked_fat", "ssd")
@@ -92,6 +92,7 @@ def gated_delta_rule(
         TypeError, ValueError: a dtype, shape, device or name is wrong; the message names the argument.
         RuntimeError: ``implementation="ssd"`` without an accelerator.
     """
+    refuse_forward_mode()
     check_implementation(implementation, chunk_size)
     _check(q, k, v, log_alpha, beta, initial_state)
     check_reset(reset, q)
@@ -102,7 +103,7 @@ def gated_delta_rule(
     if v.numel() == 0:
         work = torch.float64 if q.dtype == torch.float64 else torch.float32
         state = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=work)
-        state = state if initial_state is None else initial_state.to(work)
+        state = state if initial_state is None else initial_state.to(work).clone()
         return v.clone(), state if output_final_state else None
     if implementation == "recurrent":
         from samu_lm.ops.gated_delta.reference import recurrent
