@@ -81,11 +81,12 @@ class RecurrentBlock(nn.Module):
             self.conv = CausalConv1d(rnn_width, conv_width, backend)
             self.mixer = build_mixer(mixer, rnn_width, num_blocks, backend)
             self.linear_out = nn.Linear(rnn_width, width)
+        self.mlp_norm = RMSNorm(width)
+        self.mlp = MLP(width, mlp_expansion, depth)
+        if mixer != "gated_delta":
             init.linear_(self.linear_x)
             init.linear_(self.linear_y)
             init.linear_(self.linear_out, scale=2 / depth)
-        self.mlp_norm = RMSNorm(width)
-        self.mlp = MLP(width, mlp_expansion, depth)
 
     def forward(
         self,
