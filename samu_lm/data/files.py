@@ -6,6 +6,7 @@ import glob
 import gzip
 import hashlib
 import io
+import logging
 import os
 import stat
 import zlib
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from samu_lm.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 COMPRESSIONS = (".gz", ".zst")
 
@@ -141,3 +144,28 @@ def content_digest(key: str, files: Sequence[Path]) -> str:
             raise ConfigError(key, file, f"cannot be read ({error.strerror})") from error
         digest.update(one.digest())
     return digest.hexdigest()
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Holds a folder for this process alone.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such module on Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("out", folder, "another samu-lm prepare is writing there; wait for it") from None
+        except OSError as error:  # some network file systems
+            log.warning("out: no file locks there (%s); start no second preparation in %s", error.strerror, folder)
+        yield
+    finally:
+        os.close(descriptor)

@@ -11,17 +11,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from samu_lm.data.files import sole_writer
 from samu_lm.data.shards import (
     FORMAT,
     INDEX,
@@ -41,8 +41,6 @@ from samu_lm.data.store import train_tokenizer
 from samu_lm.data.tokenizers import Tokenizer
 from samu_lm.data.tokenizing import DOCUMENT, Chunk, Tokens, tokenized
 from samu_lm.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 PARTS = "parts"
 _REPORT_SECONDS = 0.2
@@ -146,7 +144,7 @@ def prepare_shards(
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _sole_writer(folder):
+        with sole_writer(folder):
             job = _identity(source, tokenizer, shard_tokens, val_fraction)
             if (folder / MANIFEST).exists():
                 return _finished(folder, job)
@@ -164,26 +162,6 @@ def prepare_shards(
 
 
 # -- the folder -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _sole_writer(folder: Path) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError:  # no such module on Windows
-        yield
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError("out", folder, "another samu-lm prepare is writing there; wait for it") from None
-        except OSError as error:  # some network file systems
-            log.warning("out: no file locks there (%s); start no second preparation in %s", error.strerror, folder)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _identity(source: Source, tokenizer: Tokenizer, shard_tokens: int, val_fraction: float) -> dict[str, Any]:
