@@ -54,6 +54,10 @@ class ExactEpochLoop(_TrainingEpochLoop):
             return False
         return self._due(fetcher)
 
+    def owe_validation(self) -> None:
+        """Has the step that is going to be loaded validated first, whatever its checkpoint says."""
+        self._owed = True
+
     @property
     def validation_owed_at_start(self) -> bool:
         """Whether the loaded step is still to be validated, before any other."""
@@ -84,6 +88,7 @@ class ExactEpochLoop(_TrainingEpochLoop):
             self._batches_that_stepped -= 1  # it is logged at the step that it belongs to
             self._validate()
             self._batches_that_stepped += 1
+            self._owed = False  # also where there is nothing to validate with
 
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
         self._due_since_step |= super()._should_check_val_fx(data_fetcher)
@@ -134,7 +139,7 @@ class ExactEpochLoop(_TrainingEpochLoop):
 
     def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
         super().on_load_checkpoint(state_dict)
-        self._owed = bool(state_dict.get("validation_owed", False))
+        self._owed |= bool(state_dict.get("validation_owed", False))
         self._loaded_rows_per_batch = state_dict.get("rows_per_batch")
 
 
@@ -147,12 +152,19 @@ class ExactFitLoop(_FitLoop):
         return not owed and super().done
 
 
-def make_exact(trainer: pl.Trainer) -> pl.Trainer:
-    """Gives a trainer the exact loops; to be called before `fit`."""
+def make_exact(trainer: pl.Trainer, validation_owed: bool = False) -> pl.Trainer:
+    """Gives a trainer the exact loops; to be called before `fit`.
+
+    Args:
+        trainer: Lightning's.
+        validation_owed: the step that `fit` goes on from is validated first, whatever its checkpoint says.
+    """
     loop = trainer.fit_loop
     own = loop.epoch_loop
     trainer.fit_loop = ExactFitLoop(trainer, min_epochs=loop.min_epochs, max_epochs=loop.max_epochs)
     trainer.fit_loop.epoch_loop = ExactEpochLoop(trainer, min_steps=own.min_steps, max_steps=own.max_steps)
+    if validation_owed:
+        trainer.fit_loop.epoch_loop.owe_validation()
     return trainer
 
 

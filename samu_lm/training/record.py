@@ -29,6 +29,40 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     os.replace(partial, path)
 
 
+def read_results(run_dir: Path) -> dict[str, Any]:
+    """What a run's ``results.json`` holds; nothing where it is missing or damaged."""
+    try:
+        content = json.loads((run_dir / "results.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def is_completed(run_dir: Path, step: int, trainer: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a run's ``results.json`` says that it was completed at a step, and its length is still the same.
+
+    Args:
+        run_dir: the run's folder.
+        step: optimizer step of the checkpoint to go on from.
+        trainer: the trainer's arguments now.
+        saved: those in the checkpoint.
+    """
+    results = read_results(run_dir)
+    if (results.get("status"), results.get("global_step")) != ("completed", step):
+        return False
+    return trainer.get("max_steps") == step or all(trainer.get(name) == saved.get(name) for name in _LENGTH)
+
+
+_LENGTH = ("max_steps", "max_epochs", "limit_train_batches", "overfit_batches")
+
+
+def set_aside(run_dir: Path, folder: Path) -> None:
+    """Moves the outcome of a run that goes on into the folder of its next part: it is not that of the run any more."""
+    for name in ("results.json", "curve.png"):
+        if (run_dir / name).exists():
+            os.replace(run_dir / name, folder / name)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}

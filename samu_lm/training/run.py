@@ -42,7 +42,7 @@ from samu_lm.training.loggers import CSVLogger, ResumePoint
 from samu_lm.training.loop import make_exact, validation_owed
 from samu_lm.training.module import TrainingModule
 from samu_lm.training.optimizer import AdamW
-from samu_lm.training.record import write_json, write_record
+from samu_lm.training.record import is_completed, read_results, set_aside, write_json, write_record
 from samu_lm.training.resume import check_weights, find_checkpoint, find_last, merge_config
 from samu_lm.training.schedule import Schedule
 
@@ -62,7 +62,7 @@ class Plan:
         schedule: the learning rate's schedule.
         checkpoint: the file to go on from.
         step: the checkpoint's optimizer step, 0 for a new run.
-        validation_owed: that step is still to be validated.
+        completed: the run of that length ended at that step, and ``results.json`` says so.
     """
 
     cfg: DictConfig
@@ -73,7 +73,7 @@ class Plan:
     schedule: Schedule
     checkpoint: Path | None = None
     step: int = 0
-    validation_owed: bool = False
+    completed: bool = False
 
     def config(self) -> dict[str, Any]:
         """The config as plain values; how the run was resumed is not part of it."""
@@ -131,18 +131,18 @@ def run(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None = None) 
     if plan.checkpoint is not None and 0 <= plan.trainer.max_steps < plan.step:
         remedy = f"lies before the checkpoint's step {plan.step}; give a later end, or an earlier checkpoint"
         raise ConfigError("trainer.max_steps", plan.trainer.max_steps, remedy)
-    if plan.checkpoint is not None and plan.trainer.max_steps == plan.step and not plan.validation_owed:
-        log.info("nothing to do: %s is at step %d of %d", plan.checkpoint, plan.step, plan.trainer.max_steps)
-        done: dict[str, Any] = {"status": "completed", "global_step": plan.step}
-        if plan.trainer.is_global_zero and not (plan.run_dir / "results.json").exists():
-            write_outcome(plan, done)  # what ended the process may have come before it was written
-        return done
+    if plan.completed:
+        log.info("nothing to do: %s is at the last step, %d", plan.checkpoint, plan.step)
+        return read_results(plan.run_dir)
     folder = plan.run_dir if plan.checkpoint is None else plan.run_dir / "resumed" / f"step-{plan.step}"
     if plan.trainer.is_global_zero:
         with writing(folder):
             write_record(folder, plan.config(), overrides or [])
     with signals_handled(plan.trainer):
         module = build_module(plan)
+        if plan.checkpoint is not None and plan.trainer.is_global_zero:
+            with writing(folder):
+                set_aside(plan.run_dir, folder)
         fit(plan, module)
         results = collect_results(plan, module)
         if plan.trainer.is_global_zero:
@@ -182,14 +182,18 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
     data = build(cfg.data, tokenizer=tokenizer)
     data.check()
     check_model(cfg, tokenizer, path, checkpoint)
-    point = None if checkpoint is None else ResumePoint(checkpoint["global_step"], validation_owed(checkpoint))
+    step, owed, completed = 0, False, False
+    if checkpoint is not None:
+        step, owed = checkpoint["global_step"], validation_owed(checkpoint)
+        completed = not owed and is_completed(run_dir, step, cfg.trainer, checkpoint["samu_lm"]["config"]["trainer"])
+        owed |= step == max_steps  # where it was validated, what came of it is not in results.json
+    point = None if checkpoint is None else ResumePoint(step, owed)
     trainer = build_trainer(cfg, run_dir, point)
     if cfg.model.get("backend") == "triton" and trainer.strategy.root_device.type != "cuda" and not interpreting():
         raise ConfigError(
             "model.backend", "triton", f"cannot run on {trainer.strategy.root_device}; use auto or reference"
         )
-    step, owed = (point.step, point.validation_owed) if point else (0, False)
-    return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, step, owed)
+    return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, step, completed)
 
 
 def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
@@ -286,7 +290,7 @@ def build_trainer(cfg: DictConfig, run_dir: Path, point: ResumePoint | None) -> 
             next(iter(named.items())) if len(named) == 1 else ("", ", ".join(f"{k}={v}" for k, v in named.items()))
         )
         raise ConfigError(f"trainer.{key}".rstrip("."), value, f"Lightning refuses it: {text}") from error
-    return make_exact(trainer)
+    return make_exact(trainer, resumed.validation_owed)
 
 
 def _instantiate_part(node: DictConfig, own: Mapping[str, Any]) -> Any:

@@ -16,9 +16,11 @@ from samu_lm.errors import ConfigError
 from samu_lm.training.callbacks import GracefulStop
 from samu_lm.training.loggers import read_rows
 from samu_lm.training.loop import validation_owed
+from samu_lm.training.record import read_results, write_json
 from samu_lm.training.resume import find_checkpoint, merge_config
 from samu_lm.training.run import run
 from tests.training.support import Finished, differences, load, tiny_config, train_tiny, write_corpus
+from tests.training.test_stop import add_callback
 
 SECONDS = ("tokens_per_second", "raw_tokens_per_second", "memory/rss")
 
@@ -146,6 +148,39 @@ def test_stopped_before_the_validation_of_the_last_step(tmp_path: Path) -> None:
     assert validation_owed(load(tmp_path / "resumed" / "checkpoints" / "last.ckpt")) is False
 
 
+def test_the_outcome_of_a_run_that_goes_on_is_moved_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpus = write_corpus(tmp_path)
+    run(tiny_config(corpus), tmp_path / "run")
+    longer = ["resume=last", "trainer.max_steps=100000"]
+    add_callback(monkeypatch, SignalAfterStep(7))
+    with pytest.raises(GracefulStop):
+        run(tiny_config(corpus, *longer), tmp_path / "run", longer)
+    assert load(tmp_path / "run" / "checkpoints" / "last.ckpt")["global_step"] == 7
+    for name in ("results.json", "curve.png"):
+        assert not (tmp_path / "run" / name).exists()
+        assert (tmp_path / "run" / "resumed" / "step-6" / name).exists()
+    assert read_results(tmp_path / "run" / "resumed" / "step-6")["global_step"] == 6
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["without-results", "with-those-of-another-step"])
+def test_a_run_that_ended_before_its_results_were_written_is_completed(tmp_path: Path, stale: bool) -> None:
+    """All was trained, validated and saved, and then the process was killed."""
+    corpus = write_corpus(tmp_path)
+    straight = run(tiny_config(corpus), tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    before, rows = load(last), logged(tmp_path / "run")
+    (tmp_path / "run" / "curve.png").unlink()
+    (tmp_path / "run" / "results.json").unlink()
+    if stale:
+        write_json(tmp_path / "run" / "results.json", {**straight, "global_step": 3, "val/loss": 9.0})
+    results = run(tiny_config(corpus, "resume=last"), tmp_path / "run")
+    assert results == {name: value for name, value in straight.items() if name != "train/loss"}
+    assert read_results(tmp_path / "run") == results
+    assert (tmp_path / "run" / "curve.png").exists()
+    assert logged(tmp_path / "run") == rows
+    assert differences(load(last), before) == []
+
+
 def test_best_checkpoint_resumes_after_its_validation(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, documents=5)
     straight = train_tiny(tiny_config(corpus), tmp_path / "straight")
@@ -242,12 +277,14 @@ class TestErrors:
         with pytest.raises(ConfigError, match=r"^hydra\.run\.dir=.*: holds a run's last\.ckpt; add resume=last"):
             run(tiny_config(corpus), tmp_path / "run")
 
-    def test_a_finished_run_has_nothing_to_do(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("by", ["steps", "epochs"])
+    def test_a_finished_run_has_nothing_to_do(self, tmp_path: Path, by: str) -> None:
         corpus = write_corpus(tmp_path)
-        run(tiny_config(corpus), tmp_path / "run")
-        before = (tmp_path / "run" / "results.json").read_text()
-        assert run(tiny_config(corpus, "resume=last"), tmp_path / "run")["global_step"] == 6
-        assert (tmp_path / "run" / "results.json").read_text() == before
+        length = ["trainer.max_steps=-1", "trainer.max_epochs=2"] if by == "epochs" else []
+        results = run(tiny_config(corpus, *length), tmp_path / "run")
+        before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
+        assert run(tiny_config(corpus, *length, "resume=last"), tmp_path / "run") == results
+        assert {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")} == before
 
 
 class TestMergedConfig:
