@@ -7,12 +7,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback
 
 from samu_lm.data import LMDataModule
 from samu_lm.errors import ConfigError
 from samu_lm.training import run as run_module
+from samu_lm.training.callbacks import GracefulStop, StopOnSignal
 from samu_lm.training.run import run
 from tests.training.entry import train_py
 from tests.training.support import load, tiny_config, tiny_overrides, write_corpus
@@ -102,6 +104,25 @@ def test_ctrl_c_without_the_callback_for_signals(tmp_path: Path, monkeypatch: py
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning leaves it ignored
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, signal.SIGTERM)])
+def test_a_forked_process_says_nothing_and_leaves_the_save_to_its_parent(
+    signum: signal.Signals, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    callback = StopOnSignal()
+    with callback.installed(pl.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.kill(os.getpid(), signum)
+            finally:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == status
+        assert signum.name not in capfd.readouterr().err
+        with pytest.raises(GracefulStop):
+            os.kill(os.getpid(), signum)
+    assert f"{signum.name}: stopping" in capfd.readouterr().err
 
 
 class TestMaxTime:

@@ -66,6 +66,7 @@ class StopOnSignal(Callback):
         self._began = time.monotonic()
         self._signum = 0
         self._training = False
+        self._owner = 0  # the process whose signals these are
         self._previous: dict[signal.Signals, Any] = {}
         self._requeue_signal: signal.Signals | None = None
 
@@ -82,6 +83,7 @@ class StopOnSignal(Callback):
         if self.requeue and isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             self._requeue_signal = environment.requeue_signal
         signals = {*SIGNALS, *([self._requeue_signal] if self._requeue_signal else [])}
+        self._owner = os.getpid()
         self._previous = {s: signal.signal(s, self._handle) for s in signals}
         try:
             yield
@@ -94,6 +96,11 @@ class StopOnSignal(Callback):
             signal.signal(s, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a forked process that prepares batches; Ctrl-C reaches the whole group
+            if signum == signal.SIGTERM:  # how its parent ends it
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
+            return
         second, self._signum = bool(self._signum), signum
         # The system's own action, so that a second signal ends the process even where Python does not get to run.
         for s in self._previous:
