@@ -142,6 +142,16 @@ class TestMaxTime:
         assert train_py(monkeypatch, *longer, f"hydra.run.dir={folder}") == 0
         assert load(folder / "checkpoints" / "last.ckpt")["global_step"] == step + 2
 
+    def test_says_that_nothing_is_saved_without_the_callback_for_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tiny = [*tiny_overrides(write_corpus(tmp_path)), f"hydra.run.dir={tmp_path}/run", *ENDLESS]
+        assert train_py(monkeypatch, *tiny, "trainer.max_time=00:00:00:01", "~callbacks.last") == 124
+        assert not (tmp_path / "run" / "checkpoints").exists()
+        text = (tmp_path / "run" / "train.log").read_text()
+        assert "trainer.max_time is reached: stopped at step " in text
+        assert ", which is not saved: the config has no callbacks.last" in text
+
     def test_a_run_that_is_completed_in_time_is(self, tmp_path: Path) -> None:
         cfg = tiny_config(write_corpus(tmp_path), "trainer.max_time=00:00:30:00")
         assert run(cfg, tmp_path / "run")["status"] == "completed"

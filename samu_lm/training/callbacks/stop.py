@@ -151,13 +151,14 @@ class StopOnSignal(Callback):
         completed = 0 <= trainer.max_steps <= trainer.global_step
         if not signum and (not time_is_up or completed):
             return
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, LastCheckpoint):
-                callback.save(trainer)
-                if trainer.is_global_zero:
-                    why = "" if signum else "trainer.max_time is reached: "
-                    step = trainer.global_step
-                    log.warning("%sstopped at step %d; resume=last goes on from %s", why, step, callback.path)
+        why, step = "" if signum else "trainer.max_time is reached: ", trainer.global_step
+        savers = [c for c in trainer.callbacks if isinstance(c, LastCheckpoint)]  # type: ignore[attr-defined]
+        for callback in savers:
+            callback.save(trainer)
+            if trainer.is_global_zero:
+                log.warning("%sstopped at step %d; resume=last goes on from %s", why, step, callback.path)
+        if not savers and trainer.is_global_zero:
+            log.warning("%sstopped at step %d, which is not saved: the config has no callbacks.last", why, step)
         if not signum:
             raise TimeIsUp
         if signum == self._requeue_signal and trainer.is_global_zero:
