@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from samu_lm.config import config_dir
-from samu_lm.errors import ConfigError, SamuLMError
+from samu_lm.errors import ConfigError, SamuLMError, WriteError
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ def refused_in_one_line() -> Iterator[None]:
         yield
     except SamuLMError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        raise SystemExit(USAGE_STATUS) from error
+        raise SystemExit(error.exit_status) from error
 
 
 def make_run_folder(folder: str, key: str = "hydra.run.dir") -> None:
@@ -103,6 +104,7 @@ def make_run_folder(folder: str, key: str = "hydra.run.dir") -> None:
 
     Raises:
         ConfigError: it is empty, or cannot be made.
+        WriteError: nothing can be written there.
     """
     if not folder.strip():
         raise ConfigError(key, folder, "is empty; give the folder of this run")
@@ -110,6 +112,29 @@ def make_run_folder(folder: str, key: str = "hydra.run.dir") -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(key, folder, f"cannot be made ({error.strerror}); choose another folder") from error
+    probe_folder(Path(folder), f"{key}={folder}")
+
+
+def probe_folder(folder: Path, name: str) -> None:
+    """Writes a file without a name into a folder, large enough to stand for a run's record.
+
+    Args:
+        folder: one that exists; it is left as it was.
+        name: what an error calls it.
+
+    Raises:
+        WriteError: it cannot be written, as on a full disk or one that became read-only.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise WriteError(
+            f"{name}: cannot be written ({error.strerror}); free space, or choose another folder"
+        ) from error
+
+
+_PROBE_BYTES = 1 << 16
 
 
 class RunFolder(HydraCallback):

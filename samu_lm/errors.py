@@ -30,3 +30,9 @@ class ConfigError(SamuLMError, ValueError):
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, Any, str]]:
         return type(self), (self.key, self.value, self.remedy)
+
+
+class WriteError(SamuLMError, OSError):
+    """A file of the run's folder could not be written."""
+
+    exit_status: ClassVar[int] = 4

@@ -7,21 +7,15 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from samu_lm.checkpoint import load_plain, sharded
-from samu_lm.errors import SamuLMError
+from samu_lm.errors import WriteError
 
 PARTIAL_SUFFIX = ".partial"
-
-
-class WriteError(SamuLMError, OSError):
-    """A file of the run's folder could not be written."""
-
-    exit_status: ClassVar[int] = 4
 
 
 class CheckpointWriteError(WriteError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,24 @@ def test_success_is_status_0_and_the_folder_is_hydra_s(
     assert train_py(monkeypatch, "resume=last", "model=rglru_tiny", f"hydra.run.dir={run}") == 2
     err = capsys.readouterr().err
     assert err.startswith("error: model.width=128: the checkpoint has model.width=16; drop the override")
+
+
+def test_a_folder_that_became_read_only_is_one_line_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root may write in any folder, but not on a file system without writing."""
+
+    def read_only(**arguments: Any) -> Any:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    assert train_py(monkeypatch, f"hydra.run.dir={run}", "resume=last") == 4
+    assert capsys.readouterr().err == (
+        f"error: hydra.run.dir={run}: cannot be written (Read-only file system); free space, or choose another folder\n"
+    )
+    assert not list(run.iterdir())
 
 
 @pytest.mark.parametrize("name", ["metrics.csv", "results.json", "config.yaml"])
