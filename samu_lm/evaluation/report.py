@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from samu_lm.errors import ConfigError
+from samu_lm.entry import probe_folder
+from samu_lm.errors import ConfigError, WriteError
 from samu_lm.evaluation.totals import NATS_PER_BIT
 
 JSON_NAME = "evaluation.json"
@@ -28,21 +30,38 @@ def make_folder(folder: Path) -> None:
     """Makes the folder of the results.
 
     Raises:
-        ConfigError: `output=FOLDER`: it is a file, or cannot be written to.
+        ConfigError: `output=FOLDER`: it is a file, or cannot be made.
+        WriteError: nothing can be written there.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
     except OSError as error:
         raise ConfigError("output", folder, f"cannot be written to ({error.strerror}); give another folder") from error
+    probe_folder(folder, f"output={folder}")
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Writes a file that was not there, and is not if it cannot be written in full (WriteError)."""
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        remedy = "free space, or give another folder as output"
+        raise WriteError(f"{path}: cannot be written ({error.strerror}); {remedy}") from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Writes a new file; an existing one is never replaced (FileExistsError)."""
+    """Writes a new file; an existing one is never replaced (FileExistsError).
+
+    Raises:
+        WriteError: it cannot be written.
+    """
     text = json.dumps(content, indent=2, allow_nan=False)
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text + "\n")
+    _write_new(path, f"{text}\n".encode())
 
 
 def plot_loss_by_position(path: Path, figures: Mapping[str, Any], *, title: str) -> None:
@@ -52,6 +71,9 @@ def plot_loss_by_position(path: Path, figures: Mapping[str, Any], *, title: str)
         path: PNG to write.
         figures: as `summarise` returns them.
         title: names the model and the data.
+
+    Raises:
+        WriteError: it cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -93,8 +115,9 @@ def plot_loss_by_position(path: Path, figures: Mapping[str, Any], *, title: str)
         axes.grid(axis="y", color=_GRID, lw=0.7)
         axes.set_axisbelow(True)
         axes.tick_params(colors=_MUTED, labelsize=8.5)
-    with path.open("xb") as file:
-        figure.savefig(file, format="png")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    _write_new(path, drawn.getvalue())
 
 
 _TEXT: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from matplotlib.image import imread
 
-from samu_lm.errors import ConfigError
+from samu_lm.errors import ConfigError, WriteError
 from samu_lm.evaluation import report
 
 
@@ -89,6 +91,24 @@ def test_json_is_new_and_valid(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         report.write_json(tmp_path / "b.json", {"x": math.nan})
     assert not (tmp_path / "b.json").exists()
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system reports it when the file is closed."""
+    opened = io.open
+
+    def full(*args: Any, **options: Any) -> Any:
+        file = opened(*args, **options)
+        device = opened("/dev/full", "wb", buffering=0)
+        os.dup2(device.fileno(), file.fileno())
+        device.close()
+        return file
+
+    monkeypatch.setattr(io, "open", full)
+    with pytest.raises(WriteError, match=r"a\.json: cannot be written \(No space left on device\); free space") as e:
+        report.write_json(tmp_path / "a.json", {"x": 1.5})
+    assert e.value.exit_status == 4
+    assert not list(tmp_path.iterdir())
 
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
