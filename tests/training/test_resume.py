@@ -194,6 +194,18 @@ def test_best_checkpoint_resumes_after_its_validation(tmp_path: Path) -> None:
     assert step in (4, straight.trainer.max_steps)
 
 
+def test_a_new_folder_has_its_own_best_checkpoint(tmp_path: Path) -> None:
+    """Although nothing gets better there: from step 6 on nothing is learnt."""
+    corpus = write_corpus(tmp_path, documents=5)
+    train_tiny(tiny_config(corpus), tmp_path / "run")
+    last = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    changed = [f"resume={last}", "trainer.max_steps=8", "optimizer.lr=1e-12"]
+    elsewhere = run(tiny_config(corpus, *changed), tmp_path / "new", changed)
+    best = load(tmp_path / "new" / "checkpoints" / "best.ckpt")
+    assert best["global_step"] == elsewhere["best/step"] == 8
+    assert elsewhere["best/val/loss"] == elsewhere["val/loss"]
+
+
 def test_batch_size_may_change(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path, documents=5)
     epochs = ["trainer.max_steps=-1", "trainer.max_epochs=2"]

@@ -118,6 +118,8 @@ class LastCheckpoint(_FolderCheckpoint):
 class BestCheckpoint(_FolderCheckpoint):
     """Writes ``checkpoints/best.ckpt`` after each validation whose loss is the lowest so far.
 
+    Where a run goes on in a folder without the file, the lowest so far is that of this folder.
+
     Args:
         monitor: metric to minimise.
         run_dir: the run's folder.
@@ -128,6 +130,12 @@ class BestCheckpoint(_FolderCheckpoint):
         self.monitor = monitor
         self.best: float | None = None
         self.best_step: int | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        there = trainer.strategy.broadcast(self.path.exists())  # ranks on other machines may not see the folder
+        if self.best is not None and not there:
+            log.info("%s does not exist: the next validation is the best so far", self.path)
+            self.best = self.best_step = None
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         metrics = trainer.callback_metrics
