@@ -47,6 +47,7 @@ def launch(main: Callable[[], Any], config_name: str = "train") -> None:
     status = 0
     try:
         refuse_null_groups(sys.argv[1:])
+        sys.argv[1:] = open_data_places(sys.argv[1:])
         main()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -143,6 +144,15 @@ class RunFolder(HydraCallback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         with refused_in_one_line():
             make_run_folder(config.hydra.run.dir)
+
+
+def open_data_places(arguments: list[str]) -> list[str]:
+    """Has Hydra take a resumed run's data places, which the checkpoint's kind of data reads, into any composed one."""
+    if not any(re.fullmatch(r"resume=(?!null$).+", argument) for argument in arguments):
+        return arguments
+    return [
+        f"++{a}" if re.match(r"data\.(path|cache_dir|sources\.[^=]+\.(path|cache_dir))=", a) else a for a in arguments
+    ]
 
 
 def refuse_null_groups(arguments: list[str]) -> None:

@@ -8,17 +8,19 @@ weights or its place in the data mean.
 from __future__ import annotations
 
 import copy
+import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
 from samu_lm.checkpoint import read_checkpoint, read_step
-from samu_lm.config import config_dir
+from samu_lm.config import config_dir, signature_of
 from samu_lm.data.files import launch_path
 from samu_lm.errors import ConfigError
 
@@ -32,6 +34,8 @@ FREE = (
     "data.num_workers",
     "data.cache_dir",
     "data.path",
+    "data.sources.*.path",
+    "data.sources.*.cache_dir",
 )
 
 
@@ -101,6 +105,19 @@ def merge_config(
             _refuse_contradiction(key, ours, theirs)
         _assign(merged, key, ours)
     return merged
+
+
+def without_foreign_paths(cfg: DictConfig) -> DictConfig:
+    """A composed config without places of data that are meant for the checkpoint's ``data``, not the composed one."""
+    if not isinstance(cfg.get("data"), DictConfig) or not isinstance(cfg.data.get("_target_"), str):
+        return cfg
+    parameters, _ = signature_of(get_object(cfg.data["_target_"]))
+    foreign = {"path", "cache_dir", "sources"} - set(parameters)
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        for name in foreign:
+            cfg.data.pop(name, None)
+    return cfg
 
 
 def _keys_set(overrides: Sequence[str] | None, composed: Mapping[str, Any]) -> Iterator[str]:
@@ -175,7 +192,7 @@ def _refuse_contradiction(key: str, ours: Any, theirs: Any) -> None:
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for part in (*ours, *(p for p in theirs if p not in ours)):
             _refuse_contradiction(f"{key}.{part}", ours.get(part, _ABSENT), theirs.get(part, _ABSENT))
-    elif ours != theirs and key not in FREE:
+    elif ours != theirs and not any(fnmatch.fnmatchcase(key, free) for free in FREE):
         spelled = "no such key" if theirs is _ABSENT else f"{key}={theirs}"
         remedy = f"the checkpoint has {spelled}; drop the override, or start a new run without resume"
         raise ConfigError(key, "(nothing)" if ours is _ABSENT else ours, remedy)

@@ -43,7 +43,7 @@ from samu_lm.training.loop import make_exact, validation_owed
 from samu_lm.training.module import TrainingModule
 from samu_lm.training.optimizer import AdamW
 from samu_lm.training.record import is_completed, read_results, set_aside, write_json, write_record
-from samu_lm.training.resume import check_weights, find_checkpoint, find_last, merge_config
+from samu_lm.training.resume import check_weights, find_checkpoint, find_last, merge_config, without_foreign_paths
 from samu_lm.training.schedule import Schedule
 
 log = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
     Raises:
         ConfigError: the first fault found.
     """
-    check(cfg)
+    check(cfg if cfg.get("resume") is None else without_foreign_paths(cfg))
     path, checkpoint = None, None
     resume = cfg.resume
     if resume == "auto" and find_last(run_dir / "checkpoints") is not None:
@@ -173,6 +173,7 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
         cfg = OmegaConf.create(merged)
         check(cfg)
     else:
+        check(cfg)
         refuse_overwriting(run_dir)
     check_writable(run_dir)
     optimizer, schedule = build(cfg.optimizer), build(cfg.schedule)

@@ -6,12 +6,14 @@ import multiprocessing
 import pytest
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import Callback
+from omegaconf import OmegaConf
 
 from samu_lm.config import config_dir
 from samu_lm.data import BPETokenizer, TextSource
 from samu_lm.errors import ConfigError
 from samu_lm.training.run import make_plan
 from tests.data.preparing import prepare
+from tests.training.entry import train_py
 from tests.training.support import differences, load, tiny_config, tiny_overrides, train_tiny, write_corpus
 
 
@@ -112,6 +114,28 @@ def test_a_mixture_trains_and_resumes(corpus, tmp_path):
     train_tiny(mixture_config(corpus, folder, *options, *longer), tmp_path / "stopped", overrides=longer)
     ends = [load(tmp_path / name / "checkpoints" / "last.ckpt")["state_dict"] for name in ("whole", "stopped")]
     assert differences(*ends) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "key"), [("shards", "data.path"), ("mixture", "data.sources.shards.path")], ids=["shards", "mixture"]
+)
+def test_data_that_moved_is_named_on_resume(corpus, tmp_path, monkeypatch, capsys, config, key):
+    """Without the group: the command line composes the default data, which has no such key."""
+    folder = shards(corpus, tmp_path / "shards")
+    make, run = {"shards": on_shards, "mixture": mixture_config}[config], tmp_path / "run"
+    train_tiny(make(corpus, folder, "schedule.total_steps=4", "trainer.max_steps=2"), run)
+    folder.rename(tmp_path / "moved")
+    resumed = [f"hydra.run.dir={run}", "resume=last", "trainer.max_steps=4"]
+    assert train_py(monkeypatch, *resumed) == 2
+    assert f"error: {key}={folder}: " in capsys.readouterr().err
+    assert train_py(monkeypatch, *resumed, f"{key}={tmp_path}/moved") == 0
+    content = load(run / "checkpoints" / "last.ckpt")
+    assert content["global_step"] == 4
+    assert OmegaConf.select(OmegaConf.create(content["samu_lm"]["config"]), key) == f"{tmp_path}/moved"
+    assert train_py(monkeypatch, *resumed, "data.sources.none.path=x") == 2
+    assert "data.sources" in capsys.readouterr().err
+    assert train_py(monkeypatch, f"hydra.run.dir={tmp_path}/new", "resume=auto", "data.path=x") == 2
+    assert capsys.readouterr().err.startswith("error: data.path=x: unknown key")
 
 
 @pytest.mark.parametrize(
