@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -60,6 +61,8 @@ def _chunks(source: Source, start: Place) -> Iterator[Chunk]:
     yield Chunk(texts, end, empty, source.num_skipped - skipped)
 
 
+# Seconds without a result after which the processes are looked at.
+_PATIENCE = 2.0
 _own: Tokenizer | None = None  # of a tokenizing process
 
 
@@ -90,6 +93,28 @@ def _tokenize(tokenizer: Tokenizer, texts: list[bytes]) -> Tokens:
     return Tokens(ids.astype(np.dtype(tokenizer.dtype).newbyteorder("<"), copy=False), documents)
 
 
+def _result(pool: ProcessPoolExecutor, future: Future[Tokens]) -> Tokens:
+    """What a process returns, or BrokenProcessPool where one has died.
+
+    The pool notices a death by itself, unless the process died in the middle of handing over a result: the pool then
+    waits for the rest of it without end, because this process holds the pipe's other end open as well.
+    """
+    while True:
+        try:
+            return future.result(timeout=_PATIENCE)
+        except TimeoutError:
+            processes = list((pool._processes or {}).values())
+            if all(process.is_alive() for process in processes):
+                continue
+        try:
+            return future.result(timeout=_PATIENCE)
+        except TimeoutError:
+            for process in processes:
+                process.kill()
+            with contextlib.suppress(OSError):
+                pool._result_queue._writer.close()  # type: ignore[attr-defined]
+
+
 def tokenized(source: Source, start: Place, tokenizer: Tokenizer, workers: int) -> Generator[tuple[Chunk, Tokens]]:
     """Chunks with their tokens, in the source's order.
 
@@ -115,10 +140,10 @@ def tokenized(source: Source, start: Place, tokenizer: Tokenizer, workers: int) 
             under_way.append((chunk._replace(texts=[]), pool.submit(_tokenize_in_worker, chunk.texts)))
             while under_way and (len(under_way) > 2 * workers + 2 or under_way[0][1].done()):
                 meta, future = under_way.popleft()
-                yield meta, future.result()
+                yield meta, _result(pool, future)
         while under_way:
             meta, future = under_way.popleft()
-            yield meta, future.result()
+            yield meta, _result(pool, future)
     except BrokenProcessPool as error:
         remedy = "a tokenizing process died, killed by the system where memory is short; run the same command to go on"
         raise SamuLMError(f"workers={workers}: {remedy}") from error

@@ -1,16 +1,21 @@
+import gc
 import json
 import multiprocessing
+import multiprocessing.queues
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
 
-from samu_lm.data import BPETokenizer, ByteTokenizer, JsonlSource, LMDataModule, ShardSource, TextSource
+from samu_lm.data import BPETokenizer, ByteTokenizer, JsonlSource, LMDataModule, ShardSource, TextSource, tokenizing
 from samu_lm.data.store import load_store
 from samu_lm.errors import ConfigError, SamuLMError
 from tests.data.preparing import contents, jsonl, prepare, sources, texts
@@ -258,6 +263,22 @@ def test_a_tokenizing_process_that_is_killed_ends_the_run_with_the_reason(tmp_pa
     with pytest.raises(SamuLMError, match=r"workers=1: a tokenizing process died, .*run the same command to go on"):
         prepare(JsonlSource(str(corpus)), tmp_path / "out", workers=1, chunk_bytes=1 << 20, report=kill_one)
     prepare(JsonlSource(str(corpus)), tmp_path / "out", chunk_bytes=1 << 20)
+
+
+def _die_in_the_middle(_):
+    """Writes the head of a result that never comes, as a process does that is killed while it hands one over."""
+    for queue in (o for o in gc.get_objects() if isinstance(o, multiprocessing.queues.SimpleQueue)):
+        os.write(queue._writer.fileno(), struct.pack("!i", 1000) + b"abc")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_death_in_the_middle_of_a_result_is_no_hang(monkeypatch):
+    monkeypatch.setattr(tokenizing, "_PATIENCE", 0.3)
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    future = pool.submit(_die_in_the_middle, None)
+    with pytest.raises(BrokenProcessPool):
+        tokenizing._result(pool, future)
+    pool.shutdown(wait=True)
 
 
 def test_two_preparations_of_one_folder(corpora, tmp_path):
