@@ -7,9 +7,7 @@ autocast. Documents of 1,024 tokens on average. The JSON keeps the fields of the
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samu_lm.benchmarks import timing
+from samu_lm.benchmarks import report, timing
 from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.beside import default_jobs, run_beside
 from samu_lm.benchmarks.cases import DOCUMENT, MIXERS, CheckFailed
+from samu_lm.benchmarks.float64 import relative_error
 from samu_lm.benchmarks.report import MIB
 from samu_lm.benchmarks.shapes import require_gpu
-from samu_lm.benchmarks.statistics import summary
+from samu_lm.benchmarks.statistics import counterbalanced, summary
 from samu_lm.model import RecurrentBlock
 
 DEVICE = "cuda"
@@ -101,7 +100,7 @@ def check(size: Size, mixer: str, compiled: bool) -> dict[str, float]:
     """Holds the block on its kernels to the plain PyTorch definition, at the case's widths and a few hundred tokens.
 
     Returns:
-        The largest difference of y and of every gradient, over the largest value.
+        Relative differences of y and of every gradient.
 
     Raises:
         CheckFailed: one is off by more than a few roundings of bfloat16, which both make, in another order.
@@ -115,8 +114,7 @@ def check(size: Size, mixer: str, compiled: bool) -> dict[str, float]:
         results.append(dict(zip(names, [y.detach(), *grads], strict=True)))
     errors = {}
     for name, value in results[0].items():
-        truth = results[1][name].double()
-        errors[name] = float((value.double() - truth).norm() / truth.norm().clamp(min=1e-30))
+        errors[name] = relative_error(value, results[1][name])
         bound = 0.1 if name.endswith("amplitude") else 2e-2
         if not errors[name] < bound:
             raise CheckFailed(f"{mixer} {tuple(small)}: {name} is off by {errors[name]:.1e} (bound {bound:.0e})")
@@ -139,9 +137,8 @@ def measure(name: str, mixers: list[str], rounds: int, repeats: int, compiled: b
     for step in steps.values():
         step()
     samples: dict[str, list[float]] = {mixer: [] for mixer in mixers}
-    for number in range(rounds):
-        for mixer in mixers if number % 2 == 0 else mixers[::-1]:
-            samples[mixer] += timing.event_samples(steps[mixer], repeats)
+    for _, _, mixer in counterbalanced(rounds, mixers):
+        samples[mixer] += timing.event_samples(steps[mixer], repeats)
     rows = []
     for mixer in mixers:
         times = summary(samples[mixer])
@@ -164,9 +161,8 @@ def measure(name: str, mixers: list[str], rounds: int, repeats: int, compiled: b
 
 def table(result: dict[str, Any]) -> str:
     """Markdown table of a result."""
-    environment = result["environment"]
     lines = [
-        f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}; `{result['command']}`",
+        report.origin(result),
         "",
         "| case | mixer | step, ms | MAD | peak MiB above parameters and optimizer | parameters |",
         "|---" * 6 + "|",
@@ -176,7 +172,7 @@ def table(result: dict[str, Any]) -> str:
             step = row["optimizer_step"]
             cells = [case["case"], row["architecture"], f"{step['median_ms']:.2f}", f"{step['mad_ms']:.3f}"]
             cells += [f"{row['peak_allocated_delta_bytes'] / MIB:,.0f}", f"{row['parameters']:,}"]
-            lines.append("| " + " | ".join(cells) + " |")
+            lines.append(report.line(cells))
     return "\n".join(lines) + "\n"
 
 
@@ -200,14 +196,12 @@ def run(args: argparse.Namespace) -> int:
             "resets": "internal: documents of 1,024 tokens on average",
         },
         "environment": timing.environment(),
-        "command": " ".join(["samu-lm", *sys.argv[1:]]),
+        "command": report.command(),
         "cases": [],
     }
     for name in args.cases:
         result["cases"].append(measure(name, args.architectures, args.rounds, args.repeats, compiled))
         torch.cuda.empty_cache()
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    written = table(result)
-    args.output.with_suffix(".md").write_text(written, encoding="utf-8")
-    print(written)
+        report.write_json(args.output, result)
+    report.write_table(args.output, table(result))
     return 0

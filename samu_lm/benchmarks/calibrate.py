@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
-from samu_lm.benchmarks import timing
+from samu_lm.benchmarks import report, timing
 from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.beside import default_jobs, run_beside
-from samu_lm.benchmarks.cases import PHASES, CheckFailed, Shape, check_bfloat16, samu_case
+from samu_lm.benchmarks.cases import PHASES, CheckFailed, Shape, hold, samu_case
 from samu_lm.benchmarks.shapes import CALIBRATED, parse_shapes, require_gpu
-from samu_lm.benchmarks.statistics import merge_rounds
+from samu_lm.benchmarks.statistics import counterbalanced, merge_rounds
 from samu_lm.errors import ConfigError
 from samu_lm.ops.common import dispatch
 from samu_lm.ops.samu.kernel_plan import OP, Plan, use_plan
@@ -91,7 +91,7 @@ def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> 
         with use_plan(plan):
             try:
                 if (plan, shape[2]) not in _agreed:
-                    check_bfloat16("samu", (*CHECKED, shape[2]))
+                    hold("samu", (*CHECKED, shape[2]), torch.bfloat16)
                     _agreed.add((plan, shape[2]))
                 case.forward_backward()
             except (CheckFailed, TritonError, RuntimeError) as error:
@@ -99,15 +99,10 @@ def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> 
                 continue
         good.append(name)
     taken: dict[str, list[dict[str, Any]]] = {name: [] for name in good}
-    for number in range(rounds):
-        for position, name in enumerate(good if number % 2 == 0 else good[::-1]):
-            with use_plan(plans[name]):
-                samples = {
-                    "forward_ms": timing.queued_samples(case.forward, repeats),
-                    "backward_ms": timing.queued_samples(case.backward(), repeats),
-                    "forward_backward_ms": timing.queued_samples(case.forward_backward, repeats),
-                }
-            taken[name].append({"round": number, "order_index": position, **samples})
+    for number, place, name in counterbalanced(rounds, good):
+        with use_plan(plans[name]):
+            samples = case.samples(timing.queued_samples, repeats)
+        taken[name].append({"round": number, "order_index": place, **samples})
     rows = []
     for name in good:
         with use_plan(plans[name]):
@@ -129,7 +124,7 @@ def compile_plan(item: tuple[Shape, Plan]) -> None:
     """Compiles a plan for a shape and for its check; a plan that fails is left to :func:`measure` to report."""
     shape, plan = item
     with use_plan(plan), contextlib.suppress(CheckFailed, TritonError, RuntimeError):
-        check_bfloat16("samu", (*CHECKED, shape[2]))
+        hold("samu", (*CHECKED, shape[2]), torch.bfloat16)
         samu_case(shape, True).forward_backward()
 
 
@@ -156,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
     shapes, plans = parse_shapes(args.shapes, CALIBRATED), read_candidates(args.candidates)
     check_positive(rounds=args.rounds, repeats=args.repeats)
     require_gpu()
-    check_output(args.output or dispatch.record_path(OP))
+    output = args.output or dispatch.record_path(OP)
+    check_output(output)
     run_beside(compile_plan, [(shape, plan) for shape in shapes for plan in plans.values()], args.jobs)
     default = Plan()
     fields = {n: {k: v for k, v in asdict(p).items() if v != getattr(default, k)} for n, p in plans.items()}
@@ -174,12 +170,11 @@ def run(args: argparse.Namespace) -> int:
             "resets": "internal: documents of 1,024 tokens on average",
         },
         "environment": timing.environment(),
-        "command": " ".join(["samu-lm", *sys.argv[1:]]),
+        "command": report.command(),
         "candidates": fields,
         "entries": [],
         "rows": [],
     }
-    output = args.output or dispatch.record_path(OP)
     for shape in shapes:
         rows = measure(shape, plans, args.rounds, args.repeats)
         if not rows:
@@ -191,6 +186,6 @@ def run(args: argparse.Namespace) -> int:
             f"{shape}: {chosen['choice']} {chosen['milliseconds']:.3f} ms, "
             f"then {chosen['runner_up']} (+{chosen['margin']:.1%})"
         )
-        output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        report.write_json(output, record)
         torch.cuda.empty_cache()
     return 0

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samu_lm.benchmarks import rglru_float64, timing
-from samu_lm.benchmarks.float64 import NAMES, draw_mixer, mixer64
+from samu_lm.benchmarks import rglru_float64
+from samu_lm.benchmarks.float64 import NAMES, draw_mixer, mixer64, relative_error
 from samu_lm.errors import SamuLMError
 from samu_lm.ops import causal_conv1d, rglru_mixer, samu_mixer
 from samu_lm.ops.common.launch import count_launches
@@ -69,14 +69,10 @@ class Case:
         y = self.call()
         return lambda: torch.autograd.grad(y, self.inputs, self.grad_y, retain_graph=True)
 
-    def samples(self, repeats: int) -> dict[str, list[float]]:
-        """Milliseconds between device events of each phase."""
-        backward = self.backward()
-        return {
-            "forward_ms": timing.event_samples(self.forward, repeats),
-            "backward_ms": timing.event_samples(backward, repeats),
-            "forward_backward_ms": timing.event_samples(self.forward_backward, repeats),
-        }
+    def samples(self, clock: Callable[[Callable[[], Any], int], list[float]], repeats: int) -> dict[str, list[float]]:
+        """Milliseconds of each phase by a clock of ``timing``."""
+        phases = (self.forward, self.backward(), self.forward_backward)
+        return {f"{name}_ms": clock(call, repeats) for name, call in zip(PHASES, phases, strict=True)}
 
     def launches(self) -> list[str]:
         """Names of the kernels of forward and backward, in order."""
@@ -163,8 +159,7 @@ def errors_of(architecture: str, shape: Shape, dtype: torch.dtype) -> dict[str, 
     expected = EXPECTED[architecture](case, results[0])
     errors = {}
     for (name, truth), value, second in zip(expected.items(), results, again, strict=True):
-        error = float((value.detach().double() - truth).norm() / truth.norm().clamp(min=1e-30))
-        errors[name] = error if torch.equal(value, second) else float("inf")
+        errors[name] = relative_error(value, truth) if torch.equal(value, second) else float("inf")
     return errors
 
 
@@ -190,11 +185,6 @@ def hold(architecture: str, shape: Shape, dtype: torch.dtype) -> dict[str, float
         if not error < bound:
             raise CheckFailed(f"{architecture} {shape} {dtype}: {name} is off by {error:.1e} (bound {bound:.0e})")
     return errors
-
-
-def check_bfloat16(architecture: str, shape: Shape) -> dict[str, float]:
-    """As :func:`check`, in the type that is timed alone."""
-    return hold(architecture, shape, torch.bfloat16)
 
 
 def check(architecture: str, shape: Shape, whole: bool = True) -> dict[str, dict[str, float]]:

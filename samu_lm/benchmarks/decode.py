@@ -7,8 +7,6 @@ time to move the bytes of every parameter once, at the copy rate measured in the
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samu_lm.benchmarks import timing
+from samu_lm.benchmarks import report, timing
 from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.cases import MIXERS, CheckFailed
+from samu_lm.benchmarks.float64 import relative_error
 from samu_lm.benchmarks.shapes import require_gpu
 from samu_lm.benchmarks.step import SIZES
 from samu_lm.model import RecurrentLM
@@ -112,8 +111,8 @@ def check(model: RecurrentLM, start: Callable[[Decoder], Callable[[], Any]]) -> 
         advance()
         logits.append(decoder.logits.clone())
     with torch.no_grad():
-        expected = model(torch.stack(tokens, 1)).double()
-    error = float((torch.stack(logits, 1).double() - expected).norm() / expected.norm())
+        expected = model(torch.stack(tokens, 1))
+    error = relative_error(torch.stack(logits, 1), expected)
     if not error < 2e-2:
         raise CheckFailed(f"{model.mixer}: decoded logits are {error:.1e} from the parallel pass's (bound 2e-02)")
     return error
@@ -148,10 +147,8 @@ def measure(name: str, mixer: str, batches: list[int], repeats: int, copy_tb_s: 
 
 def table(result: dict[str, Any]) -> str:
     """Markdown table of a result."""
-    environment = result["environment"]
     lines = [
-        f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}; "
-        f"copy ceiling {result['copy_tb_s']:.2f} TB/s; `{result['command']}`",
+        report.origin(result),
         "",
         f"`{result['model']}`; the ceiling reads every parameter once a step.",
         "",
@@ -161,7 +158,7 @@ def table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         cells = [row["architecture"], str(row["batch"]), f"{row['tokens_per_second']:,.0f}"]
         cells += [f"{row['steps_per_second']:,.0f}", f"{row['fraction_of_ceiling']:.0%}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(report.line(cells))
     return "\n".join(lines) + "\n"
 
 
@@ -174,15 +171,13 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         "schema_version": 1,
         "environment": timing.environment(),
-        "command": " ".join(["samu-lm", *sys.argv[1:]]),
+        "command": report.command(),
         "copy_tb_s": ceiling,
         "model": args.model,
         "rows": [],
     }
     for mixer in args.architectures:
         result["rows"] += measure(args.model, mixer, args.batch_sizes, args.repeats, ceiling)
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    written = table(result)
-    args.output.with_suffix(".md").write_text(written, encoding="utf-8")
-    print(written)
+        report.write_json(args.output, result)
+    report.write_table(args.output, table(result))
     return 0

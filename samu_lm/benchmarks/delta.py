@@ -205,9 +205,3 @@ def run(args: argparse.Namespace) -> int:
     else:
         _measure_table(args)
     return 0
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser)
-    raise SystemExit(run(parser.parse_args()))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samu_lm.benchmarks.float64 import relative_error
 from samu_lm.ops import gated_delta_rule
 
 MIB = 2**20
@@ -54,7 +55,7 @@ def truth(inputs: list[Tensor], grad_o: Tensor, chunk: int) -> list[Tensor]:
 def relative_errors(actual: list[Tensor], expected: list[Tensor]) -> list[float]:
     """Norm of each difference over the expected norm."""
     pairs = zip(actual, expected, strict=False)
-    return [float((a.detach().double() - e).norm() / e.norm()) for a, e in pairs]
+    return [relative_error(a, e) for a, e in pairs]
 
 
 def residual_bytes(inputs: list[Tensor], implementation: str, chunk: int) -> int:

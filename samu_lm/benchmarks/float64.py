@@ -12,6 +12,12 @@ from torch import Tensor
 NAMES = ("x", "nu_log", "theta_log", "phase_direction", "radial_direction", "phase_amplitude", "radial_amplitude")
 
 
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """Norm of the difference over the norm of the truth, in float64; near a truth of 0 lies only 0."""
+    truth = truth.double()
+    return float((value.detach().double() - truth).norm() / truth.norm().clamp(min=1e-30))
+
+
 def scan64(a: Tensor, u: Tensor) -> Tensor:
     """h_t = a_t h_{t-1} + u_t along dimension 1, by doubling the distance; a is 0 where nothing comes before."""
     distance = 1

@@ -18,9 +18,9 @@ from samu_lm.benchmarks import timing
 from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.beside import default_jobs, run_beside
 from samu_lm.benchmarks.cases import CASES, MIXERS, PHASES, Case, Shape, check
-from samu_lm.benchmarks.report import mixer_table, plot_mixer
+from samu_lm.benchmarks.report import command, mixer_table, plot_mixer, write_json, write_table
 from samu_lm.benchmarks.shapes import parse_shapes, require_gpu
-from samu_lm.benchmarks.statistics import merge_rounds
+from samu_lm.benchmarks.statistics import counterbalanced, merge_rounds
 from samu_lm.errors import ConfigError
 
 # Bytes per element of [B, L, W] that no implementation can avoid, bfloat16, forward and with the backward pass. Mixers
@@ -84,12 +84,9 @@ def measure_shape(
     errors = {name: check(name, shape) for name in architectures}
     cases = [CASES[name](shape, resets) for name in architectures for resets in (True, False)]
     taken: list[list[dict[str, Any]]] = [[] for _ in cases]
-    for number in range(rounds):
-        order = list(range(len(cases)))
-        if number % 2:
-            order.reverse()
-        for position, index in enumerate(order):
-            taken[index].append({"round": number, "order_index": position, **cases[index].samples(repeats)})
+    for number, place, index in counterbalanced(rounds, range(len(cases))):
+        of_phases = cases[index].samples(timing.event_samples, repeats)
+        taken[index].append({"round": number, "order_index": place, **of_phases})
     rows = []
     for case, samples in zip(cases, taken, strict=True):
         row = _row(case, samples, ceiling)
@@ -108,9 +105,7 @@ def compile_case(item: tuple[str, Shape]) -> None:
 
 def report(result: dict[str, Any], path: Path) -> None:
     """Writes table and plot beside ``path``, a JSON file's, and prints the table."""
-    table = mixer_table(result)
-    path.with_suffix(".md").write_text(table, encoding="utf-8")
-    print(table)
+    write_table(path, mixer_table(result))
     try:
         plot_mixer(result, path.with_suffix(".png"))
     except ModuleNotFoundError as error:
@@ -164,13 +159,13 @@ def run(args: argparse.Namespace) -> int:
             "resets": "internal: documents of 1,024 tokens on average; none: one document per row",
         },
         "environment": timing.environment(),
-        "command": " ".join(["samu-lm", *sys.argv[1:]]),
+        "command": command(),
         "copy_tb_s": ceiling,
         "rows": [],
     }
     for shape in shapes:
         result["rows"] += measure_shape(shape, args.architectures, args.rounds, args.repeats, ceiling)
         torch.cuda.empty_cache()
-        args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(args.output, result)
     report(result, args.output)
     return 0

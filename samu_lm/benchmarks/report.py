@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from samu_lm.benchmarks.cases import MIXERS
+
 MIB = 2**20
-MIXERS = ("rglru", "samu")
+
+
+def command() -> str:
+    """The command line as a result records it."""
+    return " ".join(["samu-lm", *sys.argv[1:]])
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Writes a result, whole or as far as it has come."""
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def write_table(path: Path, text: str) -> None:
+    """Writes a result's table beside ``path``, the JSON's, and prints it."""
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def origin(result: dict[str, Any]) -> str:
+    """First line of a table: machine, versions, copy ceiling where it was measured, command."""
+    environment = result["environment"]
+    ceiling = f"copy ceiling {result['copy_tb_s']:.2f} TB/s; " if "copy_tb_s" in result else ""
+    return (
+        f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}; "
+        f"{ceiling}`{result['command']}`"
+    )
+
+
+def line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
 
 
 def _shape(row: dict[str, Any]) -> str:
@@ -16,10 +51,8 @@ def _shape(row: dict[str, Any]) -> str:
 
 def mixer_table(result: dict[str, Any]) -> str:
     """Markdown table of ``samu-lm bench mixer``."""
-    environment = result["environment"]
     lines = [
-        f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}; "
-        f"copy ceiling {result['copy_tb_s']:.2f} TB/s; `{result['command']}`",
+        origin(result),
         "",
         "Medians in ms. forward and fwd+bwd: the host is ahead of the device, as in training; eager: one call at a "
         "time, host work included; graph: a CUDA graph's replay. of copy: the least bytes that a pass must move, at "
@@ -44,7 +77,7 @@ def mixer_table(result: dict[str, Any]) -> str:
             f"{row['parameters']:,}",
             f"{row['dynamic_control_values_per_token']:,}",
         ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(line(cells))
     return "\n".join(lines) + "\n"
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from samu_lm.benchmarks import timing
+from samu_lm.benchmarks.float64 import relative_error
 from samu_lm.benchmarks.rglru_float64 import BLOCKS, NAMES, draw, reference64
 from samu_lm.ops import rglru_mixer
 from samu_lm.ops.common.launch import compile_only, count_launches
@@ -77,7 +78,7 @@ def check(shape: Shape, dtype: torch.dtype, blocks: int = BLOCKS) -> dict[str, f
     again = run_both(inputs)
     errors = {}
     for (name, value), second in zip(results.items(), again, strict=True):
-        error = ((value.double() - expected[name]).norm() / expected[name].norm()).item()
+        error = relative_error(value, expected[name])
         errors[name] = error if torch.equal(value, second) and error == error else float("inf")
     return errors
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def summary(samples: list[float]) -> dict[str, Any]:
@@ -16,6 +19,13 @@ def summary(samples: list[float]) -> dict[str, Any]:
         "minimum_ms": min(samples),
         "maximum_ms": max(samples),
     }
+
+
+def counterbalanced(rounds: int, items: Sequence[T]) -> Iterator[tuple[int, int, T]]:
+    """(round, place in the round, item); every second round runs in reverse order."""
+    for number in range(rounds):
+        for place, item in enumerate(items if number % 2 == 0 else items[::-1]):
+            yield number, place, item
 
 
 def merge_rounds(rounds: list[dict[str, Any]], phases: tuple[str, ...]) -> dict[str, Any]:

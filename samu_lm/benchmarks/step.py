@@ -7,8 +7,6 @@ FLOPs are those of ``RecurrentLM.flops_per_token``: matrix products forward and 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from samu_lm.benchmarks import timing
+from samu_lm.benchmarks import report, timing
 from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.cases import DOCUMENT, MIXERS, CheckFailed
+from samu_lm.benchmarks.float64 import relative_error
 from samu_lm.benchmarks.report import MIB
 from samu_lm.benchmarks.shapes import require_gpu
 from samu_lm.errors import ConfigError
@@ -115,7 +114,7 @@ def check(sizes: dict[str, int], mixer: str, compiled: bool) -> dict[str, float]
         gradients.append(torch.cat([p.grad.double().flatten() for p in step.model.parameters() if p.grad is not None]))
     errors = {
         "loss": abs(losses[0] / losses[1] - 1),
-        "gradients": float((gradients[0] - gradients[1]).norm() / gradients[1].norm()),
+        "gradients": relative_error(gradients[0], gradients[1]),
     }
     if not (errors["loss"] < 1e-3 and errors["gradients"] < 5e-2):
         raise CheckFailed(f"{mixer}: the kernels' step differs from the reference's: {errors}")
@@ -208,9 +207,8 @@ def measure(args: argparse.Namespace, mixer: str, length: int, errors: dict[str,
 
 def table(result: dict[str, Any]) -> str:
     """Markdown tables of a result: speed, then parts in ms and percent of the step."""
-    environment = result["environment"]
     lines = [
-        f"{environment['gpu']}, torch {environment['torch']}, triton {environment['triton']}; `{result['command']}`",
+        report.origin(result),
         "",
         f"`{result['model']}`, {result['tokens']:,} tokens a step; utilisation against {PEAK / 1e12:.0f} TFLOP/s.",
         "",
@@ -221,7 +219,7 @@ def table(result: dict[str, Any]) -> str:
         cells = [row["architecture"], f"{row['rows']} x {row['length']:,}", f"{row['median_ms']:.1f}"]
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['utilisation']:.1%}"]
         cells += [f"{row['peak_allocated_bytes'] / MIB:,.0f}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(report.line(cells))
     split = [row for row in result["rows"] if "parts_ms" in row]
     if split:
         names = list(split[0]["parts_ms"])
@@ -229,7 +227,7 @@ def table(result: dict[str, Any]) -> str:
         lines += ["| mixer | rows | " + " | ".join(names) + " |", "|---" * (2 + len(names)) + "|"]
         for row in split:
             share = [f"{row['parts_ms'][n]:.1f} ({row['parts_ms'][n] / row['median_ms']:.0%})" for n in names]
-            lines.append("| " + " | ".join([row["architecture"], f"{row['rows']} x {row['length']:,}", *share]) + " |")
+            lines.append(report.line([row["architecture"], f"{row['rows']} x {row['length']:,}", *share]))
     return "\n".join(lines) + "\n"
 
 
@@ -252,7 +250,7 @@ def run(args: argparse.Namespace) -> int:
             "flops": "RecurrentLM.flops_per_token",
         },
         "environment": timing.environment(),
-        "command": " ".join(["samu-lm", *sys.argv[1:]]),
+        "command": report.command(),
         "model": args.model,
         "tokens": args.tokens,
         "rows": [],
@@ -262,8 +260,6 @@ def run(args: argparse.Namespace) -> int:
         for length in args.lengths:
             result["rows"].append(measure(args, mixer, length, errors))
             torch.cuda.empty_cache()
-            args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    written = table(result)
-    args.output.with_suffix(".md").write_text(written, encoding="utf-8")
-    print(written)
+            report.write_json(args.output, result)
+    report.write_table(args.output, table(result))
     return 0

@@ -101,7 +101,9 @@ def gated_delta_rule(
     first = first_token_mask(reset, initial_state)
     tensors = (q, k, v, log_alpha, beta, first, initial_state)
     if v.numel() == 0:
-        work = torch.float64 if q.dtype == torch.float64 else torch.float32
+        from samu_lm.ops.gated_delta.reference import work_dtype
+
+        work = work_dtype(q)
         state = q.new_zeros(q.shape[0], *q.shape[2:], v.shape[3], dtype=work)
         state = state if initial_state is None else initial_state.to(work).clone()
         return v.clone(), state if output_final_state else None
