@@ -15,6 +15,7 @@ from samu_lm.config import config_dir, value_matches
 from samu_lm.data import StdlibSource
 from samu_lm.errors import ConfigError
 from samu_lm.training.checks import TOP_LEVEL, check
+from samu_lm.training.hardware import settle
 from tests.data.preparing import prepare
 
 GROUPS = sorted(path.name for path in config_dir().iterdir() if path.is_dir())
@@ -55,6 +56,8 @@ def test_composes_and_builds(group: str, name: str, tmp_path: Path, monkeypatch:
     if not isinstance(node, DictConfig):  # an experiment changes other groups
         return
     cfg = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+    if group in ("trainer", "experiment"):
+        cfg = settle(cfg)
     for part in [cfg[group]] if "_target_" in cfg[group] else cfg[group].values():
         if isinstance(part, DictConfig) and "_target_" in part:
             extra: dict[str, Any] = {}

@@ -66,7 +66,7 @@ class TrainingStep:
     """
 
     def __init__(
-        self, sizes: dict[str, int], mixer: str, rows: int, length: int, *, compiled: bool, backend: str = "auto",
+        self, sizes: dict[str, Any], mixer: str, rows: int, length: int, *, compiled: bool, backend: str = "auto",
         checkpointing: str = "none",
     ) -> None:  # fmt: skip
         torch.manual_seed(0)

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from samu_lm.model import init
-from samu_lm.model.layers import CausalConv1d, RMSNorm, check_backend
+from samu_lm.model.layers import CausalConv1d, OnBackend, RMSNorm, check_backend
 from samu_lm.ops import gated_delta_rule
 from samu_lm.ops.backend import choose_backend
 
 DeltaState = tuple[Tensor, Tensor]
 
 
-class GatedDelta(nn.Module):
+class GatedDelta(OnBackend, nn.Module):
     """Gated DeltaNet's token mixer: projections, short convolution, gated delta rule, gated norm, output projection.
 
     q, k and v are SiLU of a causal convolution of linear maps, q and k brought to norm 1 per head;
@@ -37,6 +37,8 @@ class GatedDelta(nn.Module):
     Raises:
         ValueError: ``rnn_width`` does not divide into the heads, or the backend is unknown.
     """
+
+    op = "gated_delta_rule"
 
     def __init__(
         self,

@@ -10,11 +10,30 @@ from samu_lm.ops import causal_conv1d
 from samu_lm.ops.backend import BACKENDS
 
 
+class OnBackend:
+    """A module that runs an op of this package.
+
+    Attributes:
+        op: the op's name.
+        backend: ``auto``, ``reference`` or ``triton``.
+    """
+
+    op: str
+    backend: str
+
+
 def check_backend(backend: str) -> str:
     """Refuses a backend that no op knows."""
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
     return backend
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The type of activations made from x: autocast's where it is on, otherwise x's own."""
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else x.dtype
 
 
 class RMSNorm(nn.Module):
@@ -33,8 +52,10 @@ class RMSNorm(nn.Module):
         return (normed * (1 + self.scale.float())).to(x.dtype)
 
 
-class CausalConv1d(nn.Module):
+class CausalConv1d(OnBackend, nn.Module):
     """Depthwise convolution over time with ``weight[W, K]`` and ``bias[W]`` that stops at resets."""
+
+    op = "causal_conv1d"
 
     def __init__(self, width: int, taps: int = 4, backend: str = "auto") -> None:
         super().__init__()

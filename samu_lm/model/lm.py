@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from samu_lm.model.block import RecurrentBlock
-from samu_lm.model.layers import RMSNorm, check_backend
+from samu_lm.model.block import PIECE, RecurrentBlock
+from samu_lm.model.layers import RMSNorm, autocast_dtype, check_backend
 from samu_lm.model.mixers import check_mixer
 from samu_lm.model.state import ModelState
 
@@ -45,9 +45,12 @@ class RecurrentLM(nn.Module):
         mlp_expansion: hidden width of the MLP over D.
         activation_checkpointing: what is worked out again in the backward pass: ``none``; ``selective``, all but the
             recurrences, which are never run twice; or ``block``, everything between the blocks' inputs, for the least
-            memory. The loss is the same, and so are the gradients (``selective``: within rounding).
+            memory. Batches of many tokens then go through gate, output projection and MLP in pieces. The loss is the
+            same, and so are the gradients (``selective`` and pieces: within rounding).
         backend: ``auto``, ``reference`` or ``triton`` for the recurrences and convolutions.
         num_heads: heads of the gated delta rule (unused by the others).
+        residual_in_float32: keep the stream between the blocks in float32 under autocast, for twice its memory traffic;
+            otherwise it has the type of the activations.
 
     Raises:
         ValueError: a size is not positive or does not suit the mixer; the message names the argument.
@@ -66,6 +69,7 @@ class RecurrentLM(nn.Module):
         activation_checkpointing: str = "none",
         backend: str = "auto",
         num_heads: int = 8,
+        residual_in_float32: bool = False,
     ) -> None:
         super().__init__()
         _check_positive(
@@ -87,6 +91,7 @@ class RecurrentLM(nn.Module):
         self.vocab_size, self.width, self.rnn_width, self.depth = vocab_size, width, rnn_width, depth
         self.mixer, self.conv_width = mixer, conv_width
         self.activation_checkpointing = activation_checkpointing
+        self.residual_in_float32 = residual_in_float32
         padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         self.embedding = nn.Embedding(padded, width)
         nn.init.normal_(self.embedding.weight, std=math.sqrt(1 / width))
@@ -111,6 +116,8 @@ class RecurrentLM(nn.Module):
             return self._no_tokens(input_ids, state, return_state)
         reset = self._mark_empty_states(input_ids, reset, state)
         x = self.embedding(input_ids)
+        if not self.residual_in_float32:
+            x = x.to(autocast_dtype(x))
         states: list[tuple[Tensor, Tensor]] = []
         again = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
         for index, block in enumerate(self.blocks):
@@ -119,7 +126,8 @@ class RecurrentLM(nn.Module):
                 x, after = block(x, reset, before, True)
                 states.append(after)
             elif again == "block":
-                x = checkpoint(block, x, reset, use_reentrant=False)
+                many = input_ids.numel() > PIECE  # a block's own activations would be too many at once
+                x = checkpoint(block, x, reset, None, False, many, use_reentrant=False)
             else:
                 x = block(x, reset, spare=again == "selective")
         x = self.final_norm(x)

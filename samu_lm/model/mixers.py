@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from samu_lm.model import init
 from samu_lm.model.gated_delta import GatedDelta
-from samu_lm.model.layers import check_backend
+from samu_lm.model.layers import OnBackend, check_backend
 from samu_lm.ops import rglru_mixer, samu_mixer
 
 MixerOutput = Tensor | tuple[Tensor, Tensor]
 
 
-class Mixer(nn.Module):
+class Mixer(OnBackend, nn.Module):
     """A recurrence over time: what :class:`SAMU` and :class:`RGLRU` share."""
 
     def mix(
@@ -50,6 +50,8 @@ class SAMU(Mixer):
     Raises:
         ValueError: ``width`` is odd or not positive.
     """
+
+    op = "samu"
 
     def __init__(self, width: int, backend: str = "auto") -> None:
         super().__init__()
@@ -135,6 +137,8 @@ class RGLRU(Mixer):
     Raises:
         ValueError: the width does not divide into the blocks.
     """
+
+    op = "rglru"
 
     def __init__(self, width: int, num_blocks: int = 16, backend: str = "auto") -> None:
         super().__init__()

@@ -28,7 +28,7 @@ def check(cfg: DictConfig) -> None:
     assert isinstance(raw, dict)
     for key, fits, remedy in (
         ("seed", _is_seed, "must be a whole number from 0 to 4294967295"),
-        ("compile", lambda value: isinstance(value, bool), "must be true or false"),
+        ("compile", lambda value: value == "auto" or isinstance(value, bool), "must be true, false or auto"),
         ("resume", _is_place, "must be last, auto, a checkpoint's path, or null"),
     ):
         value = raw.get(key)
@@ -37,6 +37,8 @@ def check(cfg: DictConfig) -> None:
     known = cfg.copy()
     if OmegaConf.select(known, "model._target_") and OmegaConf.select(known, "model.vocab_size") is None:
         known.model.vocab_size = 1  # null is the tokenizer's
+    if OmegaConf.select(known, "trainer.precision") == "auto":
+        known.trainer.precision = None  # ours, not Lightning's
     check_config(known, TOP_LEVEL)
     for group in BUILT:
         if not isinstance(cfg.get(group), DictConfig) or "_target_" not in cfg[group]:
@@ -74,8 +76,8 @@ _TRAINER_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("accumulate_grad_batches", lambda v: v >= 1, "must be at least 1"),
     (
         "precision",
-        lambda v: str(v) in PRECISIONS,
-        f"must be one of {', '.join(('32-true', 'bf16-mixed', 'bf16-true'))}",
+        lambda v: v == "auto" or str(v) in PRECISIONS,
+        f"must be one of {', '.join(('auto', '32-true', 'bf16-mixed', 'bf16-true'))}",
     ),
     ("max_steps", lambda v: v >= 1 or v == -1, "must be at least 1, or -1 with trainer.max_epochs"),
     ("max_epochs", lambda v: v >= 1 or v == -1, "must be at least 1, or null"),

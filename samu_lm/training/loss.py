@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED_TARGET = -100
+from samu_lm.ops.cross_entropy import IGNORED, cross_entropy
+
 # Logits held at once, in elements: 1 GiB in float32. Above it they are made, used and thrown away a chunk at a time.
 CHUNK_ELEMENTS = 2**28
+# ... but in no more chunks than this.
+MOST_CHUNKS = 32
 
 
 class LanguageModel(Protocol):
@@ -52,15 +55,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if differentiate else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
         for start in range(0, len(hidden), tokens):
-            chunk, label = hidden[start : start + tokens], labels[start : start + tokens, None]
-            counts = label != IGNORED_TARGET
-            place = torch.where(counts, label, 0)  # any other label out of range is refused
-            logits = (chunk @ weight.T).float()
-            norm = logits.logsumexp(1, keepdim=True)
-            total = total + torch.where(counts, norm - logits.gather(1, place), 0).sum()
-            if grad_hidden is not None and grad_weight is not None:
-                slope = (logits - norm).exp().scatter_add(1, place, logits.new_full((1, 1), -1.0).expand_as(norm))
-                slope = torch.where(counts, slope, 0).to(hidden.dtype)
+            chunk = hidden[start : start + tokens]
+            nats, slope = cross_entropy(chunk @ weight.T, labels[start : start + tokens], differentiate=differentiate)
+            total = total + nats
+            if grad_hidden is not None and grad_weight is not None and slope is not None:
                 grad_hidden[start : start + tokens] = slope @ weight
                 grad_weight += slope.T @ chunk
         if differentiate:
@@ -93,17 +91,17 @@ def summed_cross_entropy(
         targets: ``[B, L]`` int64.
         loss_mask: ``[B, L]`` bool, True where a target counts.
         weight: ``[V, D]`` of the output layer.
-        chunk_elements: most logits (tokens times V) held at once.
+        chunk_elements: most logits (tokens times V) held at once, unless that made more than 32 chunks.
 
     Returns:
         float32 scalar; 0 where no target counts.
     """
     flat = hidden.flatten(0, 1)
-    labels = torch.where(loss_mask, targets, IGNORED_TARGET).flatten()
-    tokens = max(1, chunk_elements // len(weight))
-    if len(flat) <= tokens:
+    labels = torch.where(loss_mask, targets, IGNORED).flatten()
+    tokens = max(1, chunk_elements // len(weight), -(-len(flat) // MOST_CHUNKS))
+    if len(flat) <= tokens and flat.device.type != "cuda":
         logits = F.linear(flat, weight).float()
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED_TARGET, reduction="sum")
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     kind = flat.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else flat.dtype
     differentiate = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)

@@ -38,6 +38,7 @@ from samu_lm.training.callbacks import BestCheckpoint, GracefulStop, StopOnSigna
 from samu_lm.training.checkpoint_io import AtomicCheckpointIO, writing
 from samu_lm.training.checks import check, check_writable, refuse_overwriting
 from samu_lm.training.curve import draw_curve
+from samu_lm.training.hardware import announce, settle
 from samu_lm.training.loggers import CSVLogger, ResumePoint
 from samu_lm.training.loop import make_exact, validation_owed
 from samu_lm.training.module import TrainingModule
@@ -176,6 +177,7 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
         check(cfg)
         refuse_overwriting(run_dir)
     check_writable(run_dir)
+    cfg = settle(cfg)
     optimizer, schedule = build(cfg.optimizer), build(cfg.schedule)
     max_steps = cfg.trainer.get("max_steps")
     schedule.check(max_steps if max_steps is not None and max_steps > 0 else None)
@@ -321,6 +323,9 @@ def build_module(plan: Plan) -> TrainingModule:
     model = build_model(plan.cfg, tokenizer.vocab_size)
     parameters = sum(p.numel() for p in model.parameters())
     log.info("model: %s parameters, vocabulary of %d", f"{parameters:,}", tokenizer.vocab_size)
+    device = plan.trainer.strategy.root_device
+    log.info("device: %s, precision %s, compile %s", device, plan.cfg.trainer.get("precision"), plan.cfg.compile)
+    announce(model, device)
     return TrainingModule(model, plan.optimizer, plan.schedule, tokenizer, plan.config(), compile=plan.cfg.compile)
 
 

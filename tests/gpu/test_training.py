@@ -15,6 +15,8 @@ from tests.training.support import load, tiny_config, train_tiny, write_corpus
 
 SMALL = [
     "trainer.accelerator=gpu",
+    "trainer.precision=32-true",
+    "compile=false",
     "model.width=64",
     "model.rnn_width=128",
     "model.depth=2",

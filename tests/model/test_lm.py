@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from samu_lm.model import ModelState, RecurrentLM
+from samu_lm.model.block import MLP
+from samu_lm.ops.common.launch import count_launches
 from tests.ops.support import random_reset, relative_error, reset_of_lengths
 
 by_mixer = pytest.mark.parametrize("mixer", ["samu", "rglru", "gated_delta"])
@@ -197,6 +199,40 @@ def test_activation_checkpointing_changes_nothing(
     assert [runs[id(block.mixer)] for block in saving.blocks] == [scans] * len(saving.blocks)
 
 
+@by_mixer
+@pytest.mark.parametrize("kind", ["selective", "block"])
+def test_many_tokens_go_through_in_pieces(mixer: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same loss and gradients, and no hidden activation of the MLP longer than a piece."""
+    torch.manual_seed(0)
+    model = _model(mixer, activation_checkpointing=kind)
+    ids, reset = _ids(2, 50), random_reset(2, 50)
+
+    def run() -> tuple[torch.Tensor, list[torch.Tensor], int]:
+        model.zero_grad()
+        longest = 0
+
+        def watch(_: Any, args: tuple[torch.Tensor, ...]) -> None:
+            nonlocal longest
+            longest = max(longest, args[0].shape[1])
+
+        handles = [block.mlp.down.register_forward_pre_hook(watch) for block in model.blocks]
+        loss = model(ids, reset).square().sum()
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        return loss.detach(), [p.grad.clone() for p in model.parameters()], longest
+
+    whole, gradients, longest = run()
+    assert longest == 50
+    monkeypatch.setattr("samu_lm.model.block.PIECE", 16)
+    monkeypatch.setattr("samu_lm.model.lm.PIECE", 16)
+    pieces, others, longest = run()
+    assert longest == 8
+    torch.testing.assert_close(pieces, whole)
+    for one, other in zip(gradients, others, strict=True):
+        assert relative_error(other, one) < 1e-5
+
+
 def test_unknown_checkpointing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"activation_checkpointing=all: must be one of none, selective, block"):
         _model("samu", activation_checkpointing="all")
@@ -225,6 +261,42 @@ def test_padding_ids_have_no_logits() -> None:
     model = RecurrentLM(70, 16, 32, 1)
     assert model.embedding.weight.shape == (128, 16)
     assert model(_ids(1, 3)).shape == (1, 3, 70)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_stream_between_blocks_has_the_type_of_the_activations_or_float32(wide: bool) -> None:
+    model = _model("samu", residual_in_float32=wide)
+    seen: list[torch.dtype] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(_ids(1, 9)).float().sum().backward()
+    assert seen == [torch.float32 if wide else torch.bfloat16] * len(model.blocks)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["joined", "another kind of linear map"])
+def test_gate_and_up_as_one_product_are_the_same_function(plain: bool) -> None:
+    """On kernels the two projections are one; a map of another kind (float8) keeps its own product."""
+    torch.manual_seed(0)
+    mlp, joined = MLP(8, 3, 2, "reference"), MLP(8, 3, 2, "triton")
+    joined.load_state_dict(mlp.state_dict())
+    if not plain:
+        joined.gate.__class__ = type("Other", (torch.nn.Linear,), {})
+    x = torch.randn(2, 5, 8)
+    results = []
+    for module in (mlp, joined):
+        leaf = x.clone().requires_grad_()
+        with count_launches() as names:
+            y = module(leaf)
+            y.square().sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in module.parameters())])
+    assert ("gelu_gradients_kernel" in names) == plain
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with torch.no_grad(), count_launches() as names:
+        torch.testing.assert_close(joined(x), mlp(x))
+    assert names == []
 
 
 @by_mixer

@@ -1,4 +1,4 @@
-"""Every SAMU and convolution kernel compiles for an H100 or H200 (sm_90) on a machine without a GPU.
+"""Every kernel here compiles for an H100 or H200 (sm_90) on a machine without a GPU.
 
 The interpreter accepts more than the compiler does, and says nothing of registers and shared memory. It cannot be
 switched off within a process, so the compiler runs in one of its own.
@@ -66,6 +66,26 @@ with compile_only() as compiled:
 print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))
 """
 
+ELEMENTWISE = """
+import json
+import torch
+from samu_lm.ops.common.launch import compile_only
+from samu_lm.ops.cross_entropy import kernel as loss
+from samu_lm.ops.gated_gelu import kernel as gelu
+
+def hollow(*size, dtype=torch.bfloat16):
+    return torch.empty(size, dtype=dtype, device="meta")
+
+with compile_only() as compiled:
+    for dtype in (torch.bfloat16, torch.float32):
+        x, bias = hollow(300, 2 * 4608, dtype=dtype), hollow(2 * 4608, dtype=torch.float32)
+        gelu._gelu._init_fn(x, bias)
+        gelu._gelu_backward._init_fn(hollow(300, 4608, dtype=dtype), x, bias)
+        for differentiate in (True, False):
+            loss._losses._init_fn(hollow(300, 32000, dtype=dtype), hollow(300, dtype=torch.int64), differentiate)
+print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))
+"""
+
 
 def compile_apart(program: str, *arguments: str) -> dict[str, int]:
     """Runs a program that prints its kernels, without the interpreter; shared memory by kernel."""
@@ -96,6 +116,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
 }
 CONVOLUTIONS = "conv conv_gradients conv_parameters"
+GELU, LOSS = "gelu gelu_gradients bias", "cross_entropy"
 # The test_kernel_ahead_of_time.py of their own folders compile these.
 RGLRU = "forward summary gradient projection reduce"
 GATED_DELTA = "prepare scan output local adjoint gradients"
@@ -115,12 +136,20 @@ def test_convolution_compiles() -> None:
     assert set(shared) == {f"{name}_kernel" for name in CONVOLUTIONS.split()}
 
 
+@pytest.mark.slow
+def test_activation_and_loss_compile() -> None:
+    shared = compile_apart(ELEMENTWISE)
+    assert set(shared) == {f"{name}_kernel" for name in (*GELU.split(), *LOSS.split())}
+
+
 def test_no_kernel_is_left_out() -> None:
     covered = {
         "samu": " ".join(kernels for _, kernels in CASES.values()),
         "causal_conv1d": CONVOLUTIONS,
         "rglru": RGLRU,
         "gated_delta": GATED_DELTA,
+        "gated_gelu": GELU,
+        "cross_entropy": LOSS,
     }
     found: dict[str, set[str]] = {}
     for source in (Path(__file__).parents[2] / "samu_lm" / "ops").rglob("kernel*.py"):

@@ -141,10 +141,10 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
         (["trainer.accumulate_grad_batches=0"], r"^trainer\.accumulate_grad_batches=0: must be at least 1"),
         (
             ["trainer.precision=16-mixed"],
-            r"^trainer\.precision=16-mixed: must be one of 32-true, bf16-mixed, bf16-true",
+            r"^trainer\.precision=16-mixed: must be one of auto, 32-true, bf16-mixed, bf16-true",
         ),
         (["trainer.max_steps=0"], r"^trainer\.max_steps=0: must be at least 1"),
-        (["compile=yes"], r"^compile=yes: must be true or false"),
+        (["compile=yes"], r"^compile=yes: must be true, false or auto"),
         (["seed=-1"], r"^seed=-1: must be a whole number"),
         (["seed=1.5"], r"^seed=1\.5: must be a whole number"),
         (["resume=3"], r"^resume=3: must be last, auto, a checkpoint's path, or null"),

@@ -1,0 +1,38 @@
+"""Cross entropy of logits that are thrown away: losses, and the gradient in the place of the logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samu_lm.ops.backend import choose_backend
+from samu_lm.ops.cross_entropy.reference import IGNORED
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, *, differentiate: bool, backend: str = "auto"
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the cross entropies of tokens, and its gradient by the logits.
+
+    Args:
+        logits: ``[N, V]``, float32, bfloat16 or float16; their memory may be used for the gradient.
+        labels: int64 ``[N]``, below V; a token with label -100 counts nothing.
+        differentiate: work the gradient out.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``(total, slope)``: total in nats, a float32 scalar; slope ``[N, V]`` in the logits' dtype, softmax less the
+        label's 1, or None.
+
+    Raises:
+        RuntimeError: a label is out of range (on a GPU, the total is NaN instead), or ``backend="triton"`` cannot run.
+    """
+    backend = "reference" if logits.dtype == torch.float64 else backend  # the kernel works in float32
+    if choose_backend("cross_entropy", backend, logits) == "triton":
+        from samu_lm.ops.cross_entropy.kernel import cross_entropy as run
+    else:
+        from samu_lm.ops.cross_entropy.reference import cross_entropy as run
+    return run(logits, labels, differentiate)
+
+
+__all__ = ["IGNORED", "cross_entropy"]

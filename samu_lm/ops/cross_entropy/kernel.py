@@ -1,0 +1,48 @@
+"""Cross entropy and its gradient on the GPU: a custom op over one Triton kernel.
+
+Shapes: logits ``[N, V]``; labels int64 ``[N]``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from samu_lm.ops.common.launch import launch, next_power_of_two
+from samu_lm.ops.cross_entropy.kernel_loss import cross_entropy_kernel
+from samu_lm.ops.cross_entropy.reference import IGNORED
+
+# Logits of a token that are worked on together.
+_BLOCK = 8192
+
+
+@torch.library.custom_op("samu_lm::cross_entropy_triton", mutates_args=("logits",))
+def _losses(logits: Tensor, labels: Tensor, differentiate: bool) -> Tensor:
+    """Loss per token, float32 ``[N]``; with ``differentiate`` the logits become their gradient."""
+    count, vocabulary = logits.shape
+    losses = torch.empty(count, dtype=torch.float32, device=logits.device)
+    launch(
+        cross_entropy_kernel,
+        count,
+        logits,
+        labels,
+        losses,
+        vocabulary,
+        IGNORED=IGNORED,
+        GRADIENT=differentiate,
+        BLOCK=min(_BLOCK, next_power_of_two(vocabulary)),
+        num_warps=8,
+    )
+    return losses
+
+
+@_losses.register_fake
+def _(logits, labels, differentiate):
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+    """See :func:`samu_lm.ops.cross_entropy.cross_entropy`."""
+    logits = logits.contiguous()
+    losses = _losses(logits, labels.contiguous(), differentiate)
+    return losses.sum(), logits if differentiate else None

@@ -1,0 +1,45 @@
+"""Device code of the cross entropy: a token's logits are read twice, the second time mostly from the cache."""
+
+import triton
+import triton.language as tl
+
+# Device code is Triton's language, not Python's: values have no Python types.
+# mypy: ignore-errors
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits, labels, losses, V, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The loss of one token, and its logits' gradient in their place.
+
+    Args:
+        logits: ``[N, V]``, overwritten where ``GRADIENT``.
+        labels: int64 ``[N]``; ``IGNORED`` counts nothing, anything else out of range makes the loss NaN.
+        losses: float32 ``[N]``.
+    """
+    token = tl.program_id(0)
+    row = logits + token.to(tl.int64) * V
+    label = tl.load(labels + token)
+    counts = label != IGNORED
+    inside = (label >= 0) & (label < V)
+    # Before the loop, whose sums over all threads keep any of them from overwriting it first.
+    target = tl.load(row + tl.where(inside, label, 0)).to(tl.float32)
+    top, total = float("-inf"), 0.0
+    for start in range(0, V, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, tl.max(x, axis=0))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
+        top = higher
+    loss = tl.where(inside, (top - target) + tl.log(total), float("nan"))
+    tl.store(losses + token, tl.where(counts, loss, 0.0))
+    if GRADIENT:
+        share = 1 / total
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+            slope = tl.exp(x - top) * share - tl.where(columns == label, 1.0, 0.0)
+            slope = tl.where(counts, slope, 0.0)
+            tl.store(row + columns, slope.to(logits.dtype.element_ty), mask=columns < V)
