@@ -11,7 +11,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from samu_lm.ops.causal_conv1d.kernel_conv import conv_gradients_kernel, conv_kernel, conv_parameters_kernel
+from samu_lm.ops.causal_conv1d.kernel_conv import conv_kernel
+from samu_lm.ops.causal_conv1d.kernel_gradients import conv_gradients_kernel, conv_parameters_kernel
 from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
 from samu_lm.ops.common.replay import Replays, Slot, is_plain
 
@@ -72,7 +73,7 @@ def _forward(
             length,
             row_chunks,
             x.stride(0),
-            HAS_FIRST=firsts is not None,
+            HAS_FIRST=firsts is not None and taps > 1,
             HAS_INITIAL=initial is not None,
             TAIL=length % chunk != 0,
             **sizes,
@@ -121,7 +122,7 @@ def _backward(
             length,
             row_chunks,
             x.stride(0),
-            HAS_FIRST=firsts is not None,
+            HAS_FIRST=firsts is not None and taps > 1,
             HAS_INITIAL=initial is not None,
             HAS_FINAL=final is not None,
             **sizes,
