@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("samu-lm", "torch", "triton", "lightning", "hydra-core", "omegaconf", "numpy", "tokenizers", "datasets")
+PACKAGES = (
+    "samu-lm",
+    "torch",
+    "triton",
+    "lightning",
+    "hydra-core",
+    "omegaconf",
+    "numpy",
+    "tokenizers",
+    "datasets",
+    "torchao",
+)
 
 
 def environment() -> dict[str, Any]:

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from samu_lm.config import check_config
 from samu_lm.errors import ConfigError
+from samu_lm.model import fp8
 
 GROUPS = ("model", "data", "tokenizer", "optimizer", "schedule", "trainer", "callbacks", "logger")
-TOP_LEVEL: dict[str, None] = dict.fromkeys((*GROUPS, "seed", "compile", "resume"))
+TOP_LEVEL: dict[str, None] = dict.fromkeys((*GROUPS, "seed", "compile", "fp8", "resume"))
 PRECISIONS = ("32-true", "32", "bf16-mixed", "bf16-true", "bf16")
 BUILT = GROUPS[:6]  # each is one object; the other two are sets of them
 
@@ -29,10 +31,12 @@ def check(cfg: DictConfig) -> None:
     for key, fits, remedy in (
         ("seed", _is_seed, "must be a whole number from 0 to 4294967295"),
         ("compile", lambda value: value == "auto" or isinstance(value, bool), "must be true, false or auto"),
+        # null: a config from before the key
+        ("fp8", lambda value: value is None or value in fp8.RECIPES, f"must be one of {', '.join(fp8.RECIPES)}"),
         ("resume", _is_place, "must be last, auto, a checkpoint's path, or null"),
     ):
         value = raw.get(key)
-        if not OmegaConf.is_interpolation(cfg, key) and not fits(value):
+        if not fits(value) and not OmegaConf.is_interpolation(cfg, key):
             raise ConfigError(key, value, remedy)
     known = cfg.copy()
     if OmegaConf.select(known, "model._target_") and OmegaConf.select(known, "model.vocab_size") is None:
@@ -87,6 +91,40 @@ _TRAINER_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("log_every_n_steps", lambda v: v >= 1, "must be at least 1"),
     ("check_val_every_n_epoch", lambda v: v >= 1, "must be at least 1, or null to count batches over the epochs"),
 )
+
+
+def fp8_recipe(cfg: DictConfig) -> str:
+    """The recipe of a config's float8 products, ``none`` where it is older than the key."""
+    return cfg.get("fp8") or "none"
+
+
+def check_fp8(cfg: DictConfig, device: torch.device) -> None:
+    """Refuses float8 products that the precision, the sizes or the device do not allow.
+
+    Raises:
+        ConfigError: the first key that stands in the way.
+    """
+    recipe = fp8_recipe(cfg)
+    if recipe == "none":
+        return
+    precision = str(cfg.trainer.get("precision"))
+    if not precision.startswith("bf16"):
+        raise ConfigError(
+            "trainer.precision", precision, f"fp8={recipe} needs bf16-mixed or bf16-true; or use fp8=none"
+        )
+    for name in ("width", "rnn_width"):
+        size = cfg.model.get(name, 0)
+        if size % fp8.MULTIPLE:
+            raise ConfigError(f"model.{name}", size, f"fp8={recipe} needs {_multiple(size)}, or use fp8=none")
+    rows, length = cfg.data.get("batch_size", 1), cfg.data.get("seq_len", fp8.MULTIPLE)
+    if rows * length % fp8.MULTIPLE:
+        remedy = f"with data.batch_size={rows}, fp8={recipe} needs {_multiple(length)}, or use fp8=none"
+        raise ConfigError("data.seq_len", length, remedy)
+    fp8.check_fp8(recipe, device)
+
+
+def _multiple(size: int) -> str:
+    return f"a multiple of {fp8.MULTIPLE}; try {-(-size // fp8.MULTIPLE) * fp8.MULTIPLE}"
 
 
 def refuse_overwriting(run_dir: Path) -> None:

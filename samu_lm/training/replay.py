@@ -41,6 +41,7 @@ class Finding:
         gradient: the first gradient that is not finite, in the order of the backward pass.
         loss, norm: then and now; the norm is the whole gradient's before clipping.
         norms: of each parameter's gradient, now.
+        differs: what was done otherwise than in the run.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Finding:
     loss: tuple[float, float] = (math.nan, math.nan)
     norm: tuple[float, float] = (math.nan, math.nan)
     norms: dict[str, float] = field(default_factory=dict)
+    differs: str | None = None
 
     @property
     def first(self) -> str | None:
@@ -75,6 +77,7 @@ class Finding:
             f"  gradients:   {self.gradient or 'all finite'}",
             f"loss {figures[0]}, norm {figures[1]}: {same}",
             "largest gradients: " + ", ".join(f"{name} {norm:.4g}" for name, norm in largest),
+            *([f"not as in the run: {self.differs}"] if self.differs else []),
         ]
 
 
@@ -98,6 +101,7 @@ def replay(path: Path, device: str = "auto") -> Finding:
     from samu_lm.data import tokenizer_from_state
     from samu_lm.training.bundle import read_bundle
     from samu_lm.training.callbacks.rng import set_rng_state
+    from samu_lm.training.checks import fp8_recipe
     from samu_lm.training.gradients import gradient_norms
     from samu_lm.training.loss import packed_nll
     from samu_lm.training.run import build_model
@@ -109,11 +113,12 @@ def replay(path: Path, device: str = "auto") -> Finding:
         cfg.model.backend = "auto"
     holder = torch.nn.Module()  # names parameters as the run does
     holder.model = build_model(cfg, tokenizer_from_state(bundle["tokenizer"]).vocab_size)
+    without_fp8 = _convert_to_fp8(holder.model, fp8_recipe(cfg), place)
     holder.load_state_dict(bundle["state_dict"])
     precision = str(cfg.trainer.get("precision"))
     holder.to(device=place, dtype=torch.bfloat16 if precision == "bf16-true" else None)
     autocast = torch.autocast(place.type, torch.bfloat16, enabled=precision in ("bf16-mixed", "bf16"))
-    found = Finding(bundle["step"], bundle["reason"])
+    found = Finding(bundle["step"], bundle["reason"], differs=without_fp8)
     found.weight = next((_words(n, p) for n, p in holder.named_parameters() if not torch.isfinite(p).all()), None)
     set_rng_state(bundle["rng"])
     nats, targets, scale = 0.0, 0.0, bundle["averaged_over"]
@@ -132,6 +137,18 @@ def replay(path: Path, device: str = "auto") -> Finding:
     found.loss = (bundle["loss"], nats / max(targets, 1))
     found.norm = (_total(bundle["gradient_norms"]), _total(found.norms))
     return found
+
+
+def _convert_to_fp8(model: Any, recipe: str, place: Any) -> str | None:
+    """Float8 products as in the run; where they cannot be had, what to say of it."""
+    from samu_lm.model.fp8 import check_fp8, convert_to_fp8
+
+    try:
+        check_fp8(recipe, place)
+    except ConfigError as error:
+        return f"without float8 products; {error}"
+    convert_to_fp8(model.blocks, recipe)
+    return None
 
 
 def _named(device: str) -> str:

@@ -33,10 +33,11 @@ from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
 from samu_lm.data.files import launch_path
 from samu_lm.entry import job_errors, one_line
 from samu_lm.errors import ConfigError, SamuLMError
+from samu_lm.model.fp8 import convert_to_fp8
 from samu_lm.ops.backend import interpreting
 from samu_lm.training.callbacks import BestCheckpoint, GracefulStop, StopOnSignal
 from samu_lm.training.checkpoint_io import AtomicCheckpointIO, writing
-from samu_lm.training.checks import check, check_writable, refuse_overwriting
+from samu_lm.training.checks import check, check_fp8, check_writable, fp8_recipe, refuse_overwriting
 from samu_lm.training.curve import draw_curve
 from samu_lm.training.hardware import announce, settle
 from samu_lm.training.loggers import CSVLogger, ResumePoint
@@ -196,6 +197,7 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
         raise ConfigError(
             "model.backend", "triton", f"cannot run on {trainer.strategy.root_device}; use auto or reference"
         )
+    check_fp8(cfg, trainer.strategy.root_device)
     return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, step, completed)
 
 
@@ -321,6 +323,8 @@ def build_module(plan: Plan) -> TrainingModule:
     pl.seed_everything(plan.cfg.seed, workers=True, verbose=False)
     tokenizer = plan.data.tokenizer
     model = build_model(plan.cfg, tokenizer.vocab_size)
+    if (recipe := fp8_recipe(plan.cfg)) != "none":
+        convert_to_fp8(model.blocks, recipe)  # type: ignore[arg-type]
     parameters = sum(p.numel() for p in model.parameters())
     log.info("model: %s parameters, vocabulary of %d", f"{parameters:,}", tokenizer.vocab_size)
     device = plan.trainer.strategy.root_device
