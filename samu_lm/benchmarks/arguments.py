@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from samu_lm.errors import ConfigError
+from samu_lm.model.fp8 import RECIPES
 
 
 def check_positive(**values: int | Iterable[int]) -> None:
@@ -19,6 +21,13 @@ def check_positive(**values: int | Iterable[int]) -> None:
         for value in (given,) if isinstance(given, int) else given:
             if value < 1:
                 raise ConfigError("--" + name.replace("_", "-"), value, "must be at least 1")
+
+
+def add_fp8(parser: argparse.ArgumentParser) -> None:
+    """Declares ``--fp8``."""
+    parser.add_argument(
+        "--fp8", choices=RECIPES, default="none", help="linear maps of the blocks in float8, as the key fp8 of train.py"
+    )
 
 
 def check_output(path: Path) -> None:

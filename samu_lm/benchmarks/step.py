@@ -16,13 +16,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from samu_lm.benchmarks import report, timing
-from samu_lm.benchmarks.arguments import check_output, check_positive
+from samu_lm.benchmarks.arguments import add_fp8, check_output, check_positive
 from samu_lm.benchmarks.cases import DOCUMENT, MIXERS, CheckFailed
 from samu_lm.benchmarks.float64 import relative_error
 from samu_lm.benchmarks.report import MIB
 from samu_lm.benchmarks.shapes import require_gpu
 from samu_lm.errors import ConfigError
 from samu_lm.model import RecurrentLM
+from samu_lm.model.fp8 import MULTIPLE, check_fp8, convert_to_fp8
 from samu_lm.model.lm import CHECKPOINTING
 from samu_lm.training.loss import packed_nll, summed_cross_entropy
 from samu_lm.training.optimizer import AdamW
@@ -37,6 +38,9 @@ SIZES = {
 PEAK = 990e12
 # Rows, tokens and blocks of the check.
 CHECKED = (2, 256, 2)
+# Relative differences from the reference. A product of float8 operands is off by some 4 %, and the layers add up.
+BOUNDS = {"loss": 1e-3, "gradients": 5e-2}
+FP8_BOUNDS = {"loss": 5e-3, "gradients": 0.3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens per step; each length must divide it")
     parser.add_argument("--repeats", type=int, default=10, help="steps that are timed")
     parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="none", help="activation checkpointing")
+    add_fp8(parser)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--no-parts", action="store_true", help="leave the breakdown out")
     parser.add_argument("--output", type=Path, default=Path("step.json"), help="JSON; table (.md) beside")
@@ -63,11 +68,12 @@ class TrainingStep:
         compiled: run model and loss under torch.compile.
         backend: of the ops.
         checkpointing: ``activation_checkpointing`` of the model.
+        fp8: recipe of the blocks' linear maps.
     """
 
     def __init__(
         self, sizes: dict[str, Any], mixer: str, rows: int, length: int, *, compiled: bool, backend: str = "auto",
-        checkpointing: str = "none",
+        checkpointing: str = "none", fp8: str = "none",
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         with torch.device(DEVICE):
@@ -75,6 +81,7 @@ class TrainingStep:
             self.tokens = torch.randint(0, sizes["vocab_size"], (rows, length))
             self.reset = torch.rand(rows, length) < 1 / DOCUMENT
             self.mask = torch.ones(rows, length, dtype=torch.bool)
+        convert_to_fp8(self.model.blocks, fp8)
         self.targets = self.tokens.roll(-1, 1)
         self.mask[:, -1] = False
         self.optimizer = AdamW(lr=1e-4).build(self.model)
@@ -94,29 +101,33 @@ class TrainingStep:
         self.optimizer.step()
 
 
-def check(sizes: dict[str, int], mixer: str, compiled: bool) -> dict[str, float]:
+def check(sizes: dict[str, int], mixer: str, compiled: bool, fp8: str = "none") -> dict[str, float]:
     """Holds loss and gradients on the kernels to the plain PyTorch definition, at the model's widths, two blocks deep.
+
+    The definition is in bfloat16, also where the step is in float8.
 
     Returns:
         Relative difference of the loss, and of the gradients of all parameters together.
 
     Raises:
-        CheckFailed: more than roundings of bfloat16 apart.
+        CheckFailed: more than roundings of bfloat16, or of float8, apart.
     """
     rows, length, depth = CHECKED
     losses, gradients = [], []
     for backend in ("triton", "reference"):
         on_kernels = backend == "triton"
         step = TrainingStep(
-            sizes | {"depth": depth}, mixer, rows, length, compiled=compiled and on_kernels, backend=backend
-        )
+            sizes | {"depth": depth}, mixer, rows, length, compiled=compiled and on_kernels, backend=backend,
+            fp8=fp8 if on_kernels else "none",
+        )  # fmt: skip
         losses.append(float(step.gradients()))
         gradients.append(torch.cat([p.grad.double().flatten() for p in step.model.parameters() if p.grad is not None]))
     errors = {
         "loss": abs(losses[0] / losses[1] - 1),
         "gradients": relative_error(gradients[0], gradients[1]),
     }
-    if not (errors["loss"] < 1e-3 and errors["gradients"] < 5e-2):
+    bounds = BOUNDS if fp8 == "none" else FP8_BOUNDS
+    if not all(errors[name] < bound for name, bound in bounds.items()):
         raise CheckFailed(f"{mixer}: the kernels' step differs from the reference's: {errors}")
     return errors
 
@@ -182,7 +193,9 @@ def measure(args: argparse.Namespace, mixer: str, length: int, errors: dict[str,
     torch._dynamo.reset()
     compiled = not args.eager
     rows = args.tokens // length
-    step = TrainingStep(SIZES[args.model], mixer, rows, length, compiled=compiled, checkpointing=args.checkpointing)
+    step = TrainingStep(
+        SIZES[args.model], mixer, rows, length, compiled=compiled, checkpointing=args.checkpointing, fp8=args.fp8
+    )
     samples = timing.event_samples(step, args.repeats)
     milliseconds = timing.median(samples)
     flops = step.model.flops_per_token() * args.tokens
@@ -237,7 +250,10 @@ def run(args: argparse.Namespace) -> int:
     for length in args.lengths:
         if length < 2 or args.tokens % length:
             raise ConfigError("--lengths", length, f"must be at least 2 and divide --tokens={args.tokens}")
+    if args.fp8 != "none" and args.tokens % MULTIPLE:
+        raise ConfigError("--tokens", args.tokens, f"must be a multiple of {MULTIPLE} with --fp8 {args.fp8}")
     require_gpu()
+    check_fp8(args.fp8, torch.device(DEVICE), "--fp8")
     check_output(args.output)
     result: dict[str, Any] = {
         "schema_version": 1,
@@ -245,6 +261,7 @@ def run(args: argparse.Namespace) -> int:
             "scope": "whole training step: embedding, blocks, loss, backward, fused AdamW",
             "dtype": "bfloat16 autocast, float32 parameters and recurrent carry",
             "compile": not args.eager,
+            "fp8": args.fp8,
             "activation_checkpointing": args.checkpointing,
             "resets": "internal: documents of 1,024 tokens on average",
             "flops": "RecurrentLM.flops_per_token",
@@ -256,7 +273,7 @@ def run(args: argparse.Namespace) -> int:
         "rows": [],
     }
     for mixer in args.architectures:
-        errors = check(SIZES[args.model], mixer, not args.eager)
+        errors = check(SIZES[args.model], mixer, not args.eager, args.fp8)
         for length in args.lengths:
             result["rows"].append(measure(args, mixer, length, errors))
             torch.cuda.empty_cache()

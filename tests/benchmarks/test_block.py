@@ -39,9 +39,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return clocked
 
 
-def run(output: Path) -> int:
+def run(output: Path, *more: str) -> int:
     arguments = ["--cases", "state2048_short", "--eager", "--repeats", "1", "--jobs", "1", "--output", str(output)]
-    return main(["bench", "block", *arguments])
+    return main(["bench", "block", *arguments, *more])
 
 
 def test_schema(on_cpu: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +76,19 @@ def test_no_time_without_agreement(
     assert "y is off by" in capsys.readouterr().err
     assert not on_cpu
     assert not (tmp_path / "block.json").exists()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8(on_cpu: list[Any], tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMU_LM_FP8_EMULATE", "1")
+    float8 = pytest.importorskip("torchao.float8.float8_linear")
+    output = tmp_path / "block.json"
+    assert run(output, "--fp8", recipe) == 0
+    result = json.loads(output.read_text())
+    assert result["protocol"]["fp8"] == recipe
+    assert all(isinstance(clocked.block.mlp.down, float8.Float8Linear) for clocked in on_cpu)
+    for row in result["cases"][0]["rows"]:
+        assert row["errors"]["mlp.down.weight"] > block.BOUNDS["other"]  # float8 was what was checked, too
 
 
 def test_every_parameter_moves(on_cpu: list[Any]) -> None:

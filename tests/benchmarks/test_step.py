@@ -80,9 +80,34 @@ def test_no_time_without_agreement(
     assert not on_cpu
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8(on_cpu: list[Any], tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SAMU_LM_FP8_EMULATE", "1")
+    float8 = pytest.importorskip("torchao.float8.float8_linear")
+    monkeypatch.setattr(step, "CHECKED", (2, 48, 1))  # the loss of a few tokens says little
+    output = tmp_path / "step.json"
+    assert run(output, "--tokens", "48", "--fp8", recipe) == 0
+    result = json.loads(output.read_text())
+    assert result["protocol"]["fp8"] == recipe
+    for row, clocked in zip(result["rows"], on_cpu, strict=True):
+        assert isinstance(clocked.model.blocks[0].linear_x, float8.Float8Linear)
+        assert row["errors"]["gradients"] > step.BOUNDS["gradients"]  # float8 was what was checked, too
+
+
+def test_float8_needs_a_gpu(on_cpu: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "step.json", "--tokens", "48", "--fp8", "rowwise") == 2
+    assert "--fp8=rowwise: needs a GPU of compute capability 8.9" in capsys.readouterr().err
+    assert not on_cpu
+
+
 @pytest.mark.parametrize(
     ("arguments", "key"),
-    [(["--lengths", "7"], "--lengths=7"), (["--tokens", "0"], "--tokens=0"), (["--repeats", "0"], "--repeats=0")],
+    [
+        (["--lengths", "7"], "--lengths=7"),
+        (["--tokens", "0"], "--tokens=0"),
+        (["--repeats", "0"], "--repeats=0"),
+        (["--tokens", "40", "--lengths", "20", "--fp8", "rowwise"], "--tokens=40: must be a multiple of 16"),
+    ],
 )
 def test_odd_arguments(arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", *arguments]) == 2
