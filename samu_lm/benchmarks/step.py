@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 8192, 32768], help="tokens per row")
     parser.add_argument("--tokens", type=int, default=65_536, help="tokens per step; each length must divide it")
     parser.add_argument("--repeats", type=int, default=10, help="steps that are timed")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--checkpointing", choices=CHECKPOINTING, default="none", help="activation checkpointing")
     add_fp8(parser)
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
@@ -196,7 +197,7 @@ def measure(args: argparse.Namespace, mixer: str, length: int, errors: dict[str,
     step = TrainingStep(
         SIZES[args.model], mixer, rows, length, compiled=compiled, checkpointing=args.checkpointing, fp8=args.fp8
     )
-    samples = timing.event_samples(step, args.repeats)
+    samples, peak = timing.samples_and_peak(step, args.repeats, args.warmup)
     milliseconds = timing.median(samples)
     flops = step.model.flops_per_token() * args.tokens
     row: dict[str, Any] = {
@@ -208,7 +209,7 @@ def measure(args: argparse.Namespace, mixer: str, length: int, errors: dict[str,
         "tokens_per_second": args.tokens / milliseconds * 1e3,
         "model_flops": flops,
         "utilisation": flops / (milliseconds / 1e3) / PEAK,
-        **timing.peak_memory(step),
+        **peak,
         "parameters": sum(p.numel() for p in step.model.parameters()),
         "errors": errors,
     }
@@ -246,7 +247,7 @@ def table(result: dict[str, Any]) -> str:
 
 def run(args: argparse.Namespace) -> int:
     """Measures, writes JSON and table, prints the table."""
-    check_positive(repeats=args.repeats, tokens=args.tokens)
+    check_positive(repeats=args.repeats, warmup=args.warmup, tokens=args.tokens)
     for length in args.lengths:
         if length < 2 or args.tokens % length:
             raise ConfigError("--lengths", length, f"must be at least 2 and divide --tokens={args.tokens}")

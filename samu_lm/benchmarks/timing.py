@@ -38,6 +38,18 @@ def event_median(call: Callable[[], Any], repeats: int = 20, warmup: int = 3) ->
     return median(event_samples(call, repeats, warmup))
 
 
+def samples_and_peak(call: Callable[[], Any], repeats: int, warmup: int) -> tuple[list[float], dict[str, int]]:
+    """:func:`event_samples`, and the bytes allocated and reserved at their peak: for calls too long to repeat."""
+    for _ in range(warmup):
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    samples = event_samples(call, repeats, 0)
+    peak = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return samples, {"peak_allocated_bytes": peak[0], "peak_reserved_bytes": peak[1]}
+
+
 def queued_samples(call: Callable[[], Any], repeats: int, warmup: int = 2) -> list[float]:
     """As :func:`event_samples`, with the device kept busy until the call has been enqueued.
 

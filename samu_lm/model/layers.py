@@ -32,8 +32,11 @@ def check_backend(backend: str) -> str:
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The type of activations made from x: autocast's where it is on, otherwise x's own."""
     kind = x.device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else x.dtype
+    if kind == "meta" or not torch.is_autocast_enabled(
+        kind
+    ):  # what is_autocast_available asks, torch 2.11 cannot trace
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 class RMSNorm(nn.Module):

@@ -22,10 +22,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """A small model, interpreted; a step takes 20 ms on the clock, a part 1 ms."""
     clocked: list[Any] = []
 
-    def samples(call: Any, repeats: int) -> list[float]:
+    def samples(call: Any, repeats: int, warmup: int) -> tuple[list[float], dict[str, int]]:
         clocked.append(call)
         call()
-        return [20.0] * repeats
+        return [20.0] * repeats, {"peak_allocated_bytes": 2**20}
 
     def part(call: Any) -> float:
         call()
@@ -35,9 +35,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(step, "CHECKED", (1, 12, 1))
     monkeypatch.setitem(step.SIZES, "400m", TINY)
     monkeypatch.setattr(step, "require_gpu", lambda: None)
-    monkeypatch.setattr(timing, "event_samples", samples)
+    monkeypatch.setattr(timing, "samples_and_peak", samples)
     monkeypatch.setattr(timing, "queued_median", part)
-    monkeypatch.setattr(timing, "peak_memory", lambda call: {"peak_allocated_bytes": 2**20})
     return clocked
 
 

@@ -36,7 +36,6 @@ class _Plan(NamedTuple):
     sizes: tuple[int, int, int, int, int]  # T, H, dk, dv, n
     chunks: int
     blocks: int
-    scan_blocks: int
     wide: dict[str, Any]
     scan: dict[str, Any]
 
@@ -44,15 +43,16 @@ class _Plan(NamedTuple):
 def _plan(q: Tensor, v: Tensor, size: int) -> _Plan:
     batch, length, heads, dk = q.shape
     dv, operand = v.shape[3], OPERANDS[q.dtype]
-    # float32 tiles are twice as large; narrow blocks give the scans more programs.
-    widest = 32 if q.dtype == torch.float32 else 64
-    padded = max(16, next_power_of_two(dv))
-    block, scan_block = min(padded, widest), min(padded, 32)
+    # float32 tiles are twice as large; narrow blocks give the scans more programs. On Hopper, Triton 3.6 compiles
+    # products of half types with fewer than 64 columns wrongly: their tiles are padded.
+    half = q.dtype != torch.float32
+    least = 64 if half and size >= 64 else 16
+    block = max(least, min(next_power_of_two(dv), 64 if half else 32))
     # Three TF32 products make one of float32 but for its last bits; the half types' inverses are rounded more coarsely.
     precision = "tf32x3" if q.dtype == torch.float32 else "tf32"
     shared = {
         "C": size,
-        "K": max(16, next_power_of_two(dk)),
+        "K": max(least, next_power_of_two(dk)),
         "OPERAND": operand,
         "PRECISION": precision,
         "num_stages": 1,
@@ -61,9 +61,8 @@ def _plan(q: Tensor, v: Tensor, size: int) -> _Plan:
         (length, heads, dk, dv, batch * heads),
         cdiv(length, size),
         cdiv(dv, block),
-        cdiv(dv, scan_block),
         {**shared, "V": block, "BLOCKS": cdiv(dv, block), "num_warps": 8},
-        {**shared, "V": scan_block, "BLOCKS": cdiv(dv, scan_block), "num_warps": 4},
+        {**shared, "V": block, "BLOCKS": cdiv(dv, block), "num_warps": 4},
     )
 
 
@@ -96,7 +95,7 @@ def _forward(
     launch(kernels.prepare_kernel, chunks * n, *prepared, *plan.sizes, LEVELS=size.bit_length() - 1, **plan.wide)
     scanned = (k, w, u, rows.to_end, rows.total, final if start is None else start, states, final)
     options = {"HAS_INITIAL": start is not None, **plan.scan}
-    launch(kernels.scan_kernel, n * plan.scan_blocks, *scanned, *plan.sizes, chunks, **options)
+    launch(kernels.scan_kernel, n * plan.blocks, *scanned, *plan.sizes, chunks, **options)
     output = (q, k, u, states, rows.g, document, rows.from_start, o)
     launch(kernels.output_kernel, chunks * n * plan.blocks, *output, *plan.sizes, **plan.wide)
     if tainted is not None:
@@ -153,10 +152,9 @@ def _backward(
     launch(kernels.local_kernel, chunks * n * plan.blocks, *local, *plan.sizes, **plan.wide)
     ends = (rows.from_start, rows.to_end, rows.total)
     adjoint = (q, k, w, grad_o, grad_final, *ends, grad_u, grad_states, grad_initial)
-    launch(kernels.adjoint_kernel, n * plan.scan_blocks, *adjoint, *plan.sizes, chunks, **plan.scan)
+    launch(kernels.adjoint_kernel, n * plan.blocks, *adjoint, *plan.sizes, chunks, **plan.scan)
     given = (q, k, v, rows.beta, rows.g, document, *ends, inverse, u, states, grad_o, grad_u, grad_states)
     found = (grad_q, grad_k, grad_v, grad_g, grad_beta)
-    # The kernel with the most accumulators takes narrow blocks too, and twice the warps.
     launch(kernels.gradients_kernel, chunks * n, *given, *found, *plan.sizes, **plan.scan | {"num_warps": 8})
     of_gates = rows.unscalars(rows.grad_log_alpha(grad_g), log_alpha), rows.unscalars(grad_beta, beta)
     grads = grad_q, grad_k, grad_v, *(g.contiguous() for g in of_gates), grad_initial
@@ -210,6 +208,7 @@ def ssd(
         )
     if q.shape[3] > WIDEST_KEY:
         raise ValueError(f"q.shape[-1]={q.shape[3]}: implementation='ssd' takes at most {WIDEST_KEY} channels of keys")
-    size = fitted_chunk(q.shape[1], chunk_size)
+    widest = 64 if q.dtype == torch.float32 else 128  # what fits the shared memory; the function is the same
+    size = fitted_chunk(q.shape[1], min(chunk_size, widest))
     o, final_state, *_ = _forward(q, k, v, log_alpha, beta, first, initial_state, size)
     return o, final_state

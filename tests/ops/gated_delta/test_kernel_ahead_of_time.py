@@ -33,7 +33,15 @@ print(json.dumps([(name, k.metadata.shared, k.asm["ptx"].count("mma")) for name,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [["bfloat16", 128, 128, 64], ["float32", 16, 24, 16]], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        ["bfloat16", 128, 128, 64],
+        ["float16", 128, 128, 128],
+        ["float32", 16, 24, 16],
+    ],
+    ids=str,
+)
 def test_compiles(case: list[object]) -> None:
     """Every launch compiles, fits the chip's shared memory, and its products are on the tensor cores."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
