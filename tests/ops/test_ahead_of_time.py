@@ -55,14 +55,24 @@ import torch
 from samu_lm.ops.common.launch import compile_only
 
 conv = importlib.import_module("samu_lm.ops.causal_conv1d.kernel")
-x = torch.empty(2, 300, 1024, dtype=torch.bfloat16, device="meta")
-weight, bias = torch.empty(1024, 4, device="meta"), torch.empty(1024, device="meta")
-first = torch.empty(2, 300, dtype=torch.bool, device="meta")
-state = torch.empty(2, 3, 1024, device="meta")
+def hollow(*size, dtype=torch.float32):
+    return torch.empty(size, dtype=dtype, device="meta")
+
+def compile(batch, length, width, taps, dtype, resets, state):
+    x, weight, bias = hollow(batch, length, width, dtype=dtype), hollow(width, taps), hollow(width)
+    first = hollow(batch, length, dtype=torch.bool) if resets else None
+    initial = hollow(batch, taps - 1, width) if state else None
+    y, final = conv._forward(x, weight, bias, first, initial)
+    conv._backward(y, final if state else None, x, weight, first, initial)
+
 with compile_only() as compiled:
-    for initial in (None, state):
-        y, final = conv._forward(x, weight, bias, first, initial)
-        conv._backward(y, None if initial is None else final, x, weight, first, initial)
+    for resets in (False, True):
+        for state in (False, True):
+            compile(2, 300, 1024, 4, torch.bfloat16, resets, state)
+    compile(1, 131072, 1024, 4, torch.bfloat16, True, False)
+    compile(3, 301, 70, 5, torch.float32, True, True)
+    compile(3, 64, 70, 2, torch.float16, True, False)
+    compile(2, 300, 1024, 1, torch.float32, True, True)
 print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))
 """
 

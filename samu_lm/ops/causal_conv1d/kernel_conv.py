@@ -25,7 +25,7 @@ from samu_lm.ops.causal_conv1d.kernel_window import (
 
 @triton.jit
 def _outputs(
-    rows,
+    row,
     window,
     taps,
     shift,
@@ -35,18 +35,29 @@ def _outputs(
     channels,
     mask,
     W: tl.constexpr,
+    STRIDE_T: tl.constexpr,
     REACH: tl.constexpr,
     STEP: tl.constexpr,
     FIRSTS: tl.constexpr,
     EVEN: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Writes the outputs of STEP tokens, of which ``left`` exist; returns the window behind them."""
+    """Writes the outputs of STEP tokens, of which ``left`` exist; returns the window behind them.
+
+    Without FIRSTS no token is a first one. With it the flags come first: of two bodies that begin alike the compiler
+    takes the beginnings together, and what they share then waits in registers.
+    """
+    firsts = ()
+    for j in tl.static_range(STEP):
+        firsts = firsts + (is_first(flags, j, j < left, FIRSTS),)
+    rows = ()
+    for j in tl.static_range(STEP):
+        rows = rows + (load_token(row + j * STRIDE_T, channels, mask, j < left, EVEN, TAIL),)
     for j in tl.static_range(STEP):
         inside = j < left
         value = rows[j].to(tl.float32)
         if FIRSTS:
-            window = forget(window, is_first(flags, j, inside, FIRSTS), REACH)
+            window = forget(window, firsts[j], REACH)
         total = shift + taps[0] * value
         for k in tl.static_range(REACH):
             total += taps[k + 1] * window[k]
@@ -58,11 +69,11 @@ def _outputs(
             window = kept
         else:
             window = moved
-        row = out + j * W
+        own = out + j * W
         if EVEN and not TAIL:
-            tl.store(row + channels, total.to(out.dtype.element_ty))
+            tl.store(own + channels, total.to(out.dtype.element_ty))
         else:
-            tl.store(row + channels, total.to(out.dtype.element_ty), mask=mask & inside)
+            tl.store(own + channels, total.to(out.dtype.element_ty), mask=mask & inside)
     return window
 
 
@@ -123,17 +134,30 @@ def conv_kernel(
     flags = first + b.to(tl.int64) * length + t
     pieces = pieces_with_first(flags, 0, length - t, CHUNK, STEP, HAS_FIRST)
     for start in range(0, CHUNK, STEP):
-        rows = ()
-        for j in tl.static_range(STEP):
-            rows = rows + (load_token(row + j * STRIDE_T, channels, mask, t + j < length, EVEN, TAIL),)
         left = length - t
         if holds_first(pieces, start // STEP, HAS_FIRST):
-            window = _outputs(
-                rows, window, taps, shift, flags, out, left, channels, mask, W, REACH, STEP, True, EVEN, TAIL
-            )
+            for half in range(0, STEP, STEP // 2):  # all at once takes registers from every piece
+                window = _outputs(
+                    row + half * STRIDE_T,
+                    window,
+                    taps,
+                    shift,
+                    flags + half,
+                    out + half * W,
+                    left - half,
+                    channels,
+                    mask,
+                    W,
+                    STRIDE_T,
+                    REACH,
+                    STEP // 2,
+                    True,
+                    EVEN,
+                    TAIL,
+                )
         else:
             window = _outputs(
-                rows, window, taps, shift, flags, out, left, channels, mask, W, REACH, STEP, False, EVEN, TAIL
+                row, window, taps, shift, flags, out, left, channels, mask, W, STRIDE_T, REACH, STEP, False, EVEN, TAIL
             )
         row += STEP * STRIDE_T
         out += STEP * W

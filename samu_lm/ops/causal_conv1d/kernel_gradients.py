@@ -74,7 +74,8 @@ def _spread(pending, open_, taps, dy, first, REACH: tl.constexpr, HAS_FIRST: tl.
 
 @triton.jit
 def _pass_piece(
-    rows,
+    x,
+    grad_y,
     state,
     taps,
     first,
@@ -83,35 +84,47 @@ def _pass_piece(
     first_kept,
     b,
     length,
+    stride_b,
     grad_final_state,
     grad_x,
     grad_initial_state,
     channels,
     mask,
     W: tl.constexpr,
+    STRIDE_T: tl.constexpr,
     REACH: tl.constexpr,
     STEP: tl.constexpr,
     FIRSTS: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """STEP tokens from t on: writes the gradients of inputs that they finish, returns the state behind them.
 
-    The state is the window, what is pending, whether it is open, and the sums; without FIRSTS no token is a first one.
+    The state is the window, what is pending, whether it is open, and the sums. FIRSTS as in the forward pass.
     """
+    flags = ()
+    for j in tl.static_range(STEP):
+        flags = flags + (is_first(first, b.to(tl.int64) * length + t + j, t + j < length, FIRSTS),)
+    row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
+    dy_row = grad_y + (b.to(tl.int64) * length + t) * W
+    rows = ()
+    for j in tl.static_range(STEP):
+        inside = t + j < length
+        x_row = load_token(row + j * STRIDE_T, channels, mask, inside, EVEN, True)
+        rows = rows + ((x_row, load_token(dy_row + j * W, channels, mask, inside, EVEN, True)),)
     window, pending, open_, sums = state
     for j in tl.static_range(STEP):
-        flag = is_first(first, b.to(tl.int64) * length + t + j, t + j < length, FIRSTS)
         value, dy = rows[j]
         value = value.to(tl.float32)
         dy = dy.to(tl.float32)
         if FIRSTS:
-            window = forget(window, flag, REACH)
+            window = forget(window, flags[j], REACH)
         grown = (sums[0] + dy * value,)
         for k in tl.static_range(REACH):
             grown = grown + (sums[k + 1] + dy * window[k],)
         sums = grown + (sums[REACH + 1] + dy,)
-        pending, open_ = _spread(pending, open_, taps, dy, flag, REACH, FIRSTS)
+        pending, open_ = _spread(pending, open_, taps, dy, flags[j], REACH, FIRSTS)
         if REACH > 0:
             s = t + j - REACH
             _emit(
@@ -210,40 +223,39 @@ def conv_gradients_kernel(
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
     t = t0
     for start in range(0, CHUNK, STEP):
-        row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
-        dy_row = grad_y + (b.to(tl.int64) * length + t) * W
-        rows = ()
-        for j in tl.static_range(STEP):
-            inside = t + j < length
-            x_row = load_token(row + j * STRIDE_T, channels, mask, inside, EVEN, True)
-            rows = rows + ((x_row, load_token(dy_row + j * W, channels, mask, inside, EVEN, True)),)
         state = (window, pending, open_, sums)
         if holds_first(pieces, start // STEP, HAS_FIRST):
-            state = _pass_piece(
-                rows,
-                state,
-                taps,
-                first,
-                t,
-                t0,
-                first_kept,
-                b,
-                length,
-                grad_final_state,
-                grad_x,
-                grad_initial_state,
-                channels,
-                mask,
-                W,
-                REACH,
-                STEP,
-                True,
-                HAS_FINAL,
-                HAS_INITIAL,
-            )
+            for half in range(0, STEP, STEP // 2):  # all at once takes registers from every piece
+                state = _pass_piece(
+                    x,
+                    grad_y,
+                    state,
+                    taps,
+                    first,
+                    t + half,
+                    t0,
+                    first_kept,
+                    b,
+                    length,
+                    stride_b,
+                    grad_final_state,
+                    grad_x,
+                    grad_initial_state,
+                    channels,
+                    mask,
+                    W,
+                    STRIDE_T,
+                    REACH,
+                    STEP // 2,
+                    True,
+                    HAS_FINAL,
+                    HAS_INITIAL,
+                    EVEN,
+                )
         else:
             state = _pass_piece(
-                rows,
+                x,
+                grad_y,
                 state,
                 taps,
                 first,
@@ -252,17 +264,20 @@ def conv_gradients_kernel(
                 first_kept,
                 b,
                 length,
+                stride_b,
                 grad_final_state,
                 grad_x,
                 grad_initial_state,
                 channels,
                 mask,
                 W,
+                STRIDE_T,
                 REACH,
                 STEP,
                 False,
                 HAS_FINAL,
                 HAS_INITIAL,
+                EVEN,
             )
         window, pending, open_, sums = state
         t += STEP
