@@ -7,74 +7,11 @@ first; N = ceil(L / C) chunks of C tokens per row.
 import triton
 import triton.language as tl
 
-from samu_lm.ops.causal_conv1d.kernel_window import (
-    forget,
-    holds_first,
-    is_first,
-    load_taps,
-    load_token,
-    pieces_with_first,
-    push,
-    window_before,
-)
+from samu_lm.ops.causal_conv1d.kernel_window import forget, is_first, load_taps, load_token, push, window_before
 
 # Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
 # ruff: noqa: RUF005
 # mypy: ignore-errors
-
-
-@triton.jit
-def _outputs(
-    row,
-    window,
-    taps,
-    shift,
-    flags,
-    out,
-    left,
-    channels,
-    mask,
-    W: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    REACH: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRSTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """Writes the outputs of STEP tokens, of which ``left`` exist; returns the window behind them.
-
-    Without FIRSTS no token is a first one. With it the flags come first: of two bodies that begin alike the compiler
-    takes the beginnings together, and what they share then waits in registers.
-    """
-    firsts = ()
-    for j in tl.static_range(STEP):
-        firsts = firsts + (is_first(flags, j, j < left, FIRSTS),)
-    rows = ()
-    for j in tl.static_range(STEP):
-        rows = rows + (load_token(row + j * STRIDE_T, channels, mask, j < left, EVEN, TAIL),)
-    for j in tl.static_range(STEP):
-        inside = j < left
-        value = rows[j].to(tl.float32)
-        if FIRSTS:
-            window = forget(window, firsts[j], REACH)
-        total = shift + taps[0] * value
-        for k in tl.static_range(REACH):
-            total += taps[k + 1] * window[k]
-        moved = push(window, value, REACH)
-        if TAIL:
-            kept = ()
-            for k in tl.static_range(REACH):
-                kept = kept + (tl.where(inside, moved[k], window[k]),)
-            window = kept
-        else:
-            window = moved
-        own = out + j * W
-        if EVEN and not TAIL:
-            tl.store(own + channels, total.to(out.dtype.element_ty))
-        else:
-            tl.store(own + channels, total.to(out.dtype.element_ty), mask=mask & inside)
-    return window
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks"])
@@ -132,35 +69,32 @@ def conv_kernel(
     row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
     out = y + (b.to(tl.int64) * length + t) * W
     flags = first + b.to(tl.int64) * length + t
-    pieces = pieces_with_first(flags, 0, length - t, CHUNK, STEP, HAS_FIRST)
-    for start in range(0, CHUNK, STEP):
-        left = length - t
-        if holds_first(pieces, start // STEP, HAS_FIRST):
-            for half in range(0, STEP, STEP // 2):  # all at once takes registers from every piece
-                window = _outputs(
-                    row + half * STRIDE_T,
-                    window,
-                    taps,
-                    shift,
-                    flags + half,
-                    out + half * W,
-                    left - half,
-                    channels,
-                    mask,
-                    W,
-                    STRIDE_T,
-                    REACH,
-                    STEP // 2,
-                    True,
-                    EVEN,
-                    TAIL,
-                )
-        else:
-            window = _outputs(
-                row, window, taps, shift, flags, out, left, channels, mask, W, STRIDE_T, REACH, STEP, False, EVEN, TAIL
-            )
+    for _start in range(0, CHUNK, STEP):
+        rows = ()
+        for j in tl.static_range(STEP):
+            rows = rows + (load_token(row + j * STRIDE_T, channels, mask, t + j < length, EVEN, TAIL),)
+        for j in tl.static_range(STEP):
+            inside = t + j < length
+            value = rows[j].to(tl.float32)
+            if HAS_FIRST:
+                window = forget(window, is_first(flags, j, inside, HAS_FIRST), REACH)
+            total = shift + taps[0] * value
+            for k in tl.static_range(REACH):
+                total += taps[k + 1] * window[k]
+            moved = push(window, value, REACH)
+            if TAIL:
+                kept = ()
+                for k in tl.static_range(REACH):
+                    kept = kept + (tl.where(inside, moved[k], window[k]),)
+                window = kept
+            else:
+                window = moved
+            if EVEN and not TAIL:
+                tl.store(out + channels, total.to(y.dtype.element_ty))
+            else:
+                tl.store(out + channels, total.to(y.dtype.element_ty), mask=mask & inside)
+            out += W
         row += STEP * STRIDE_T
-        out += STEP * W
         flags += STEP
         t += STEP
     if c == row_chunks - 1:

@@ -1,26 +1,38 @@
 """Kernels of the causal depthwise convolution's backward pass: gradients, and the sum of the parameters' partial ones.
 
-Shapes as in ``kernel_conv``.
+Shapes as in ``kernel_conv``. This pass is bound by its instructions, and first tokens are rare: a piece of STEP tokens
+without one runs without flags and selects. (The forward pass waits for memory; there they cost nothing.)
 """
 
 import triton
 import triton.language as tl
 
-from samu_lm.ops.causal_conv1d.kernel_window import (
-    forget,
-    holds_first,
-    is_first,
-    load_taps,
-    load_token,
-    pieces_with_first,
-    push,
-    window_before,
-)
+from samu_lm.ops.causal_conv1d.kernel_window import forget, is_first, load_taps, load_token, push, window_before
 from samu_lm.ops.common.reduce import column_sums
 
 # Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
 # ruff: noqa: RUF005
 # mypy: ignore-errors
+
+
+@triton.jit
+def _pieces_with_first(first, at, left, CHUNK: tl.constexpr, STEP: tl.constexpr, HAS_FIRST: tl.constexpr):
+    """One bit per piece of STEP tokens of a chunk, piece 0 lowest: does it hold a first token? Of ``left`` tokens."""
+    if HAS_FIRST:
+        tl.static_assert(CHUNK // STEP <= 32)
+        piece = tl.arange(0, CHUNK // STEP)
+        tokens = piece[:, None] * STEP + tl.arange(0, STEP)[None, :]
+        flags = tl.load(first + at + tokens, mask=tokens < left, other=0).to(tl.int32)
+        return tl.sum(tl.max(flags, axis=1) << piece, axis=0)
+    return 0
+
+
+@triton.jit
+def _holds_first(pieces, piece, HAS_FIRST: tl.constexpr):
+    """Whether a piece holds a first token; known to the compiler where there are none at all."""
+    if HAS_FIRST:
+        return (pieces >> piece) & 1 != 0
+    return False
 
 
 @triton.jit
@@ -101,7 +113,9 @@ def _pass_piece(
 ):
     """STEP tokens from t on: writes the gradients of inputs that they finish, returns the state behind them.
 
-    The state is the window, what is pending, whether it is open, and the sums. FIRSTS as in the forward pass.
+    The state is the window, what is pending, whether it is open, and the sums. Without FIRSTS no token is a first one.
+    With it the flags come first: of two bodies that begin alike the compiler takes the beginnings together, and what
+    they share then waits in registers.
     """
     flags = ()
     for j in tl.static_range(STEP):
@@ -213,7 +227,7 @@ def conv_gradients_kernel(
         HAS_INITIAL,
         BLOCK,
     )
-    pieces = pieces_with_first(first, b.to(tl.int64) * length + t0, length - t0, CHUNK, STEP, HAS_FIRST)
+    pieces = _pieces_with_first(first, b.to(tl.int64) * length + t0, length - t0, CHUNK, STEP, HAS_FIRST)
     pending = ()
     open_ = ()
     sums = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
@@ -224,7 +238,7 @@ def conv_gradients_kernel(
     t = t0
     for start in range(0, CHUNK, STEP):
         state = (window, pending, open_, sums)
-        if holds_first(pieces, start // STEP, HAS_FIRST):
+        if _holds_first(pieces, start // STEP, HAS_FIRST):
             for half in range(0, STEP, STEP // 2):  # all at once takes registers from every piece
                 state = _pass_piece(
                     x,

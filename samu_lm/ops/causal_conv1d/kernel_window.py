@@ -2,7 +2,7 @@
 
 A program owns one chunk of C tokens of a row and one block of channels and walks the tokens in order, STEP at a time,
 with the last K-1 inputs in registers. At a first token that window is selected away, so nothing is multiplied by what
-another document left there. First tokens are rare: a piece of STEP tokens without one runs without flags and selects.
+another document left there.
 """
 
 import triton
@@ -28,26 +28,6 @@ def load_token(row, channels, mask, inside, EVEN: tl.constexpr, TAIL: tl.constex
 def is_first(first, at, exists, HAS_FIRST: tl.constexpr):
     if HAS_FIRST:
         return tl.load(first + at, mask=exists, other=0).to(tl.int32) != 0
-    return False
-
-
-@triton.jit
-def pieces_with_first(first, at, left, CHUNK: tl.constexpr, STEP: tl.constexpr, HAS_FIRST: tl.constexpr):
-    """One bit per piece of STEP tokens of a chunk, piece 0 lowest: does it hold a first token? Of ``left`` tokens."""
-    if HAS_FIRST:
-        tl.static_assert(CHUNK // STEP <= 32)
-        piece = tl.arange(0, CHUNK // STEP)
-        tokens = piece[:, None] * STEP + tl.arange(0, STEP)[None, :]
-        flags = tl.load(first + at + tokens, mask=tokens < left, other=0).to(tl.int32)
-        return tl.sum(tl.max(flags, axis=1) << piece, axis=0)
-    return 0
-
-
-@triton.jit
-def holds_first(pieces, piece, HAS_FIRST: tl.constexpr):
-    """Whether a piece holds a first token; known to the compiler where there are none at all."""
-    if HAS_FIRST:
-        return (pieces >> piece) & 1 != 0
     return False
 
 
