@@ -146,6 +146,12 @@ def controls_kernel(
     plane = chunks.to(tl.int64) * CHUNK
     own = records + chunk.to(tl.int64) * CHUNK
     x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * STRIDE_T
+    tokens = start + tl.arange(0, CHUNK)
+    valid = tokens < length
+    if HAS_FIRST:
+        flags = tl.load(first + b.to(tl.int64) * length + tokens, mask=valid, other=0).to(tl.int32)
+    else:
+        flags = tl.zeros([CHUNK], tl.int32)
     for r in range(0, CHUNK, STEP):
         if TOUCH:
             left = tl.where(r + STEP < CHUNK, length - start - r - STEP, 0)
@@ -170,12 +176,6 @@ def controls_kernel(
         )
     # The logits were reduced a tile at a time; below, each thread takes a token of its own.
     tl.debug_barrier()
-    tokens = start + tl.arange(0, CHUNK)
-    valid = tokens < length
-    if HAS_FIRST:
-        flags = tl.load(first + b.to(tl.int64) * length + tokens, mask=valid, other=0).to(tl.int32)
-    else:
-        flags = tl.zeros([CHUNK], tl.int32)
     scalars = table + MODE_ROWS * M + 2 * (2 * M + 1)
     stretch, delta = token_records(own, plane, scalars, valid, flags, SAVE, CHUNK)
     chunk_record(chunk_records, chunk, chunks, tl.sum(stretch), tl.sum(delta), tl.sum(flags))

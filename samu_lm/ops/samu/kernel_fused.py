@@ -75,11 +75,18 @@ def controls_and_states_kernel(
         h_im = tl.load(own + M + modes, mask=mask & (c == 0), other=0.0).to(tl.float32) / gamma
     total = 0.0
     angle = 0.0
-    firsts = 0
+    firsts = tl.zeros([PIECE], tl.int32)
     for piece in range(0, CHUNK, PIECE):
         t = c * CHUNK + piece
         own = records + chunk.to(tl.int64) * CHUNK + piece
         row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
+        tokens = t + tl.arange(0, PIECE)
+        valid = tokens < length
+        # Asked for ahead of the logits: nobody waits for them behind.
+        if HAS_FIRST:
+            flags = tl.load(first + b.to(tl.int64) * length + tokens, mask=valid, other=0).to(tl.int32)
+        else:
+            flags = tl.zeros([PIECE], tl.int32)
         for r in range(0, PIECE, STEP):
             row_logits(
                 row + r * STRIDE_T,
@@ -99,16 +106,10 @@ def controls_and_states_kernel(
                 PACKED,
             )
         tl.debug_barrier()
-        tokens = t + tl.arange(0, PIECE)
-        valid = tokens < length
-        if HAS_FIRST:
-            flags = tl.load(first + b.to(tl.int64) * length + tokens, mask=valid, other=0).to(tl.int32)
-        else:
-            flags = tl.zeros([PIECE], tl.int32)
         stretches, deltas = token_records(own, plane, scalars, valid, flags, SAVE, PIECE)
         total += tl.sum(stretches)
         angle += tl.sum(deltas)
-        firsts += tl.sum(flags)
+        firsts += flags
         tl.debug_barrier()
         if c < row_chunks - 1:
             for _start in range(0, PIECE, STEP):
@@ -123,6 +124,6 @@ def controls_and_states_kernel(
                     h_re, h_im = advance(a_re, a_im, h_re, h_im, x_re, x_im, forget)
                 row += STEP * STRIDE_T
                 own += STEP
-    chunk_record(chunk_records, chunk, chunks, total, angle, firsts)
+    chunk_record(chunk_records, chunk, chunks, total, angle, tl.sum(firsts))
     if c < row_chunks - 1:
         store_pair(states + chunk.to(tl.int64) * (2 * M), h_re, h_im, modes, mask, M, EVEN)
