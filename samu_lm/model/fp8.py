@@ -26,6 +26,7 @@ MULTIPLE = 16
 # Its outputs become decays and step sizes of a recurrence, and there are too few of them for float8 to gain time.
 _LEFT_ALONE = "linear_controls"
 _CAPABILITY = (8, 9)
+_log = logging.getLogger(__name__)
 
 
 def emulating() -> bool:
@@ -84,6 +85,7 @@ def convert_to_fp8(module: nn.Module, recipe: str) -> None:
     config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=emulating())
     chosen = projections(module)
     float8.convert_to_float8_training(module, config=config, module_filter_fn=lambda _, name: name in chosen)
+    _log.info("%d linear maps multiply in float8, %s%s", len(chosen), recipe, " (emulated)" if emulating() else "")
 
 
 def _torchao_float8() -> Any:

@@ -44,11 +44,13 @@ def kinds(module: Any) -> set[type]:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_the_key_reaches_the_model(float8: Any, tmp_path: Path, recipe: str) -> None:
+def test_the_key_reaches_the_model(float8: Any, tmp_path: Path, recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "samu_lm")
     corpus = write_corpus(tmp_path)
     done = train_tiny(tiny_config(corpus, BFLOAT16, f"fp8={recipe}"), tmp_path / "run")
     plain = train_tiny(tiny_config(corpus, BFLOAT16), tmp_path / "plain")
     assert kinds(done.module) == {float8.Float8Linear}
+    assert f"6 linear maps multiply in float8, {recipe} (emulated)" in caplog.text
     assert kinds(plain.module) == {torch.nn.Linear}
     assert losses(tmp_path / "run") != losses(tmp_path / "plain")
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=0.02)
