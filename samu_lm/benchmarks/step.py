@@ -25,7 +25,7 @@ from samu_lm.errors import ConfigError
 from samu_lm.model import RecurrentLM
 from samu_lm.model.fp8 import MULTIPLE, check_fp8, convert_to_fp8
 from samu_lm.model.lm import CHECKPOINTING
-from samu_lm.training.loss import packed_nll, summed_cross_entropy
+from samu_lm.training.loss import compiled_nll, packed_nll, summed_cross_entropy
 from samu_lm.training.optimizer import AdamW
 
 DEVICE = "cuda"
@@ -86,7 +86,7 @@ class TrainingStep:
         self.targets = self.tokens.roll(-1, 1)
         self.mask[:, -1] = False
         self.optimizer = AdamW(lr=1e-4).build(self.model)
-        self.nll: Callable[..., Tensor] = torch.compile(packed_nll, dynamic=False) if compiled else packed_nll
+        self.nll = compiled_nll(self.model, dynamic=False) if compiled else packed_nll
 
     def gradients(self) -> Tensor:
         """The loss in nats per target; gradients are left in the parameters."""

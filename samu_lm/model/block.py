@@ -6,6 +6,7 @@ Shapes: B rows, L tokens, D model width, W width of the recurrence, K convolutio
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ class RecurrentBlock(nn.Module):
         reset: Tensor | None = None,
         state: BlockState | None = None,
         return_state: bool = False,
-        spare: bool = False,
+        spare: str = "none",
     ) -> Tensor | tuple[Tensor, BlockState]:
         """Updates the residual stream.
 
@@ -126,23 +127,45 @@ class RecurrentBlock(nn.Module):
             reset: bool ``[B, L]``, True at first tokens.
             state: the convolution's and the recurrence's, of :meth:`state_shapes`; the rows then continue.
             return_state: return ``(x, state)`` instead of x.
-            spare: keep x and what the recurrence needs for the backward pass; everything else is worked out again,
-                :data:`PIECE` tokens at a time.
+            spare: what the backward pass works out again, MLP and gate :data:`PIECE` tokens at a time: ``none``;
+                ``outer``, all but the recurrence; ``all``, the recurrence too (without states).
         """
+        if spare == "all":
+            recurrent = checkpoint(self._recur, x, reset, use_reentrant=False)
+            if isinstance(self.mixer, GatedDelta):
+                return _in_pieces(self._add_mlp, x + recurrent)
+            return _in_pieces(self._combine_spared, x, recurrent)
+        spared = spare == "outer"
         if isinstance(self.mixer, GatedDelta):
             branch, new_state = self.mixer.mix(self.norm(x), reset, state, return_state)
             x = x + branch
-            x = _in_pieces(self._add_mlp, x) if spare else self._add_mlp(x)
+            x = _in_pieces(self._add_mlp, x) if spared else self._add_mlp(x)
             return x if new_state is None else (x, new_state)
         conv_state, mixer_state = (None, None) if state is None else state
-        n = None if spare else self.norm(x)
+        n = None if spared else self.norm(x)
         before = (x, n, reset, conv_state)
         convolved, conv_state = (
-            checkpoint(self._convolve, *before, use_reentrant=False) if spare else self._convolve(*before)
+            checkpoint(self._convolve, *before, use_reentrant=False) if spared else self._convolve(*before)
         )
         recurrent, mixer_state = self.mixer.mix(convolved, reset, mixer_state, return_state)
-        x = _in_pieces(self._combine_spared, x, recurrent) if spare else self._combine(x, n, recurrent)
+        x = _in_pieces(self._combine_spared, x, recurrent) if spared else self._combine(x, n, recurrent)
         return x if mixer_state is None else (x, (conv_state, mixer_state))
+
+    def compile_parts(self, **options: Any) -> None:
+        """Compiles what lies around the recurrence, for models whose checkpoints run outside of the compiler.
+
+        Args:
+            options: of ``torch.compile``.
+        """
+        for name in ("_add_mlp",) if isinstance(self.mixer, GatedDelta) else ("_convolve", "_combine"):
+            setattr(self, name, torch.compile(getattr(self, name), **options))
+
+    def _recur(self, x: Tensor, reset: Tensor | None) -> Tensor:
+        """The recurrence's output, from the residual stream."""
+        if isinstance(self.mixer, GatedDelta):
+            return self.mixer.mix(self.norm(x), reset, None, False)[0]
+        convolved, _ = self._convolve(x, None, reset, None)
+        return self.mixer.mix(convolved, reset, None, False)[0]
 
     def _convolve(
         self, x: Tensor, n: Tensor | None, reset: Tensor | None, state: Tensor | None

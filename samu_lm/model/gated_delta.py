@@ -14,6 +14,7 @@ from samu_lm.model import init
 from samu_lm.model.layers import CausalConv1d, OnBackend, RMSNorm, check_backend
 from samu_lm.ops import gated_delta_rule
 from samu_lm.ops.backend import choose_backend
+from samu_lm.ops.gated_delta.reference import WIDEST_KEY
 
 DeltaState = tuple[Tensor, Tensor]
 
@@ -31,8 +32,8 @@ class GatedDelta(OnBackend, nn.Module):
         num_heads: H.
         conv_width: taps K.
         depth: blocks of the whole model; scales the initialisation of the output projection.
-        backend: ``triton`` for the kernels (``ssd``), ``reference`` for plain PyTorch (``chunked``); ``auto`` is plain
-            PyTorch on a GPU too, until the kernels have been measured there.
+        backend: ``triton`` for the kernels (``ssd``), ``reference`` for plain PyTorch (``chunked``); ``auto`` takes the
+            kernels on a GPU, for heads of at most 128 channels.
 
     Raises:
         ValueError: ``rnn_width`` does not divide into the heads, or the backend is unknown.
@@ -52,7 +53,9 @@ class GatedDelta(OnBackend, nn.Module):
         super().__init__()
         self.check_width(rnn_width, num_heads)
         self.width, self.rnn_width, self.num_heads = width, rnn_width, num_heads
-        self.conv_width, self.backend = conv_width, check_backend(backend)
+        wide = rnn_width // num_heads > WIDEST_KEY  # for the kernels
+        self.conv_width = conv_width
+        self.backend = "reference" if check_backend(backend) == "auto" and wide else backend
         self.linear_qkv = nn.Linear(width, 3 * rnn_width, bias=False)
         self.linear_gate = nn.Linear(width, rnn_width, bias=False)
         self.linear_controls = nn.Linear(width, 2 * num_heads, bias=False)
@@ -122,8 +125,7 @@ class GatedDelta(OnBackend, nn.Module):
         return_state: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The recurrence alone, on the implementation that suits backend and length."""
-        backend = "reference" if self.backend == "auto" else self.backend
-        implementation = "ssd" if choose_backend("gated_delta_rule", backend, q) == "triton" else "chunked"
+        implementation = "ssd" if choose_backend(self.op, self.backend, q) == "triton" else "chunked"
         if q.shape[1] == 1:
             implementation = "recurrent"  # one token fills no chunk
         return gated_delta_rule(

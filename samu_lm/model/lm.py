@@ -6,7 +6,7 @@ Shapes: B rows, L tokens, D model width, W width of the recurrence, V vocabulary
 from __future__ import annotations
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from samu_lm.model.mixers import check_mixer
 from samu_lm.model.state import ModelState
 
 VOCABULARY_MULTIPLE = 64
-CHECKPOINTING = ("none", "selective", "block")
+# Activation checkpointing, and what of a block it works out again where that is not the block as a whole.
+SPARED = {"none": "none", "selective": "outer", "block": "all"}
+CHECKPOINTING = tuple(SPARED)
 _FLOAT32_BYTES = 4
 
 
@@ -45,8 +47,9 @@ class RecurrentLM(nn.Module):
         mlp_expansion: hidden width of the MLP over D.
         activation_checkpointing: what is worked out again in the backward pass: ``none``; ``selective``, all but the
             recurrences, which are never run twice; or ``block``, everything between the blocks' inputs, for the least
-            memory. Batches of many tokens then go through gate, output projection and MLP in pieces. The loss is the
-            same, and so are the gradients (``selective`` and pieces: within rounding).
+            memory. Batches of many tokens go through gate, output projection and MLP in pieces, and ``block`` then
+            keeps the recurrences' outputs, too. The loss is the same, and so are the gradients (``selective`` and
+            pieces: within rounding).
         backend: ``auto``, ``reference`` or ``triton`` for the recurrences and convolutions.
         num_heads: heads of the gated delta rule (unused by the others).
         residual_in_float32: keep the stream between the blocks in float32 under autocast, for twice its memory traffic;
@@ -125,11 +128,10 @@ class RecurrentLM(nn.Module):
                 before = None if state is None else (state.conv[index], state.recurrent[index])
                 x, after = block(x, reset, before, True)
                 states.append(after)
-            elif again == "block":
-                many = input_ids.numel() > PIECE  # a block's own activations would be too many at once
-                x = checkpoint(block, x, reset, None, False, many, use_reentrant=False)
-            else:
-                x = block(x, reset, spare=again == "selective")
+            elif again == "block" and input_ids.numel() <= PIECE:
+                x = checkpoint(block, x, reset, use_reentrant=False)
+            else:  # of many tokens, a block's own activations would be too many at once
+                x = block(x, reset, spare=SPARED[again])
         x = self.final_norm(x)
         if not return_state:
             return x, None
@@ -169,6 +171,15 @@ class RecurrentLM(nn.Module):
         hidden, new_state = self.hidden(input_ids, reset, state, return_state)
         logits = self.logits(hidden)
         return logits if new_state is None else (logits, new_state)
+
+    def compile_parts(self, **options: Any) -> None:
+        """Compiles the parts of every block around its recurrence with ``torch.compile(**options)``.
+
+        With activation checkpointing this compiles in seconds and keeps to what is to be worked out again; without, a
+        compiled whole is faster.
+        """
+        for block in self.blocks:
+            cast(RecurrentBlock, block).compile_parts(**options)
 
     # -- recurrent use -------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Shapes: B rows, L tokens, N = B L, D model width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +41,21 @@ def packed_nll(model: LanguageModel, tokens: Tensor, targets: Tensor, reset: Ten
     """
     hidden, _ = model.hidden(tokens, reset)
     return summed_cross_entropy(hidden, targets, loss_mask, model.output_weight)
+
+
+def compiled_nll(model: Any, **options: Any) -> Callable[..., Tensor]:
+    """:func:`packed_nll` under torch.compile: model and loss as one graph, or by parts where activations are spared.
+
+    A function is compiled and not the module, so that no saved name carries a prefix of the compiler's.
+
+    Args:
+        model: the language model that it will be called with.
+        options: of ``torch.compile``.
+    """
+    if getattr(model, "activation_checkpointing", "none") == "none":
+        return torch.compile(packed_nll, **options)
+    model.compile_parts(**options)
+    return packed_nll
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

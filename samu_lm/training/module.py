@@ -21,7 +21,7 @@ from samu_lm.data import Batch, Tokenizer
 from samu_lm.errors import ConfigError
 from samu_lm.training.gradients import gradient_norms
 from samu_lm.training.loop import ExactEpochLoop, is_logged, settle
-from samu_lm.training.loss import packed_nll
+from samu_lm.training.loss import compiled_nll, packed_nll
 from samu_lm.training.optimizer import AdamW
 from samu_lm.training.schedule import Schedule
 from samu_lm.training.sharded import ShardedStrategy, average_whole_gradients, is_sharded, local_part, shard_model
@@ -60,8 +60,7 @@ class TrainingModule(pl.LightningModule):
         self.tokenizer, self.config = tokenizer, config or {}
         self.row_tokens_seen = 0  # over all ranks and the whole life of the run, padding included
         self._targets_seen: Tensor | float = 0.0
-        # A function is compiled and not the module, so that no saved name carries a prefix of the compiler's.
-        self._nll: Callable[..., Tensor] = torch.compile(packed_nll, backend=compile_backend) if compile else packed_nll
+        self._nll: Callable[..., Tensor] = compiled_nll(model, backend=compile_backend) if compile else packed_nll
         # Sums since the last step, on the device, this rank's part: nats, targets.
         self._step_sums: Tensor | None = None
         self.step_loss = torch.tensor(0.0)  # nats per target of the step whose gradient is ready

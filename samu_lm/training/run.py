@@ -295,6 +295,8 @@ def build_trainer(cfg: DictConfig, run_dir: Path, point: ResumePoint | None) -> 
             next(iter(named.items())) if len(named) == 1 else ("", ", ".join(f"{k}={v}" for k, v in named.items()))
         )
         raise ConfigError(f"trainer.{key}".rstrip("."), value, f"Lightning refuses it: {text}") from error
+    if torch.are_deterministic_algorithms_enabled():  # trainer.deterministic
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # none is read here
     return make_exact(trainer, resumed.validation_owed)
 
 

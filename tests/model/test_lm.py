@@ -201,8 +201,11 @@ def test_activation_checkpointing_changes_nothing(
 
 @by_mixer
 @pytest.mark.parametrize("kind", ["selective", "block"])
-def test_many_tokens_go_through_in_pieces(mixer: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same loss and gradients, and no hidden activation of the MLP longer than a piece."""
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled parts"])
+def test_many_tokens_go_through_in_pieces(
+    mixer: str, kind: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same loss and gradients, no recurrence run too often, no hidden activation longer than a piece."""
     torch.manual_seed(0)
     model = _model(mixer, activation_checkpointing=kind)
     ids, reset = _ids(2, 50), random_reset(2, 50)
@@ -226,8 +229,22 @@ def test_many_tokens_go_through_in_pieces(mixer: str, kind: str, monkeypatch: py
     assert longest == 50
     monkeypatch.setattr("samu_lm.model.block.PIECE", 16)
     monkeypatch.setattr("samu_lm.model.lm.PIECE", 16)
+    mix, runs = type(model.blocks[0].mixer).mix, 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return mix(*args)
+
+    monkeypatch.setattr(type(model.blocks[0].mixer), "mix", counted)
+    keys = list(model.state_dict())
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_parts(backend="aot_eager")
+        assert list(model.state_dict()) == keys
     pieces, others, longest = run()
     assert longest == 8
+    assert runs == len(model.blocks) * (2 if kind == "block" else 1)
     torch.testing.assert_close(pieces, whole)
     for one, other in zip(gradients, others, strict=True):
         assert relative_error(other, one) < 1e-5

@@ -17,6 +17,7 @@ from torch import Tensor
 from samu_lm.ops.backend import interpreting
 from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
 from samu_lm.ops.gated_delta import kernel_chunk as kernels
+from samu_lm.ops.gated_delta.reference import WIDEST_KEY
 from samu_lm.ops.gated_delta.rows import Inputs, Rows, fitted_chunk
 from samu_lm.ops.gated_delta.taint import Tainted
 
@@ -26,7 +27,6 @@ OPERANDS = {
     torch.bfloat16: tl.float32 if interpreting() else tl.bfloat16,
     torch.float16: tl.float16,
 }
-WIDEST_KEY = 128
 _INPUTS = 7
 
 

@@ -11,6 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Channels of a key that ``ssd`` takes at most.
+WIDEST_KEY = 128
+
 
 def work_dtype(q: Tensor) -> torch.dtype:
     """What states and sums are held in: float64 for float64 inputs, float32 for all others."""
