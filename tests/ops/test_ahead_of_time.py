@@ -130,6 +130,7 @@ GELU, LOSS = "gelu gelu_gradients bias", "cross_entropy"
 # The test_kernel_ahead_of_time.py of their own folders compile these.
 RGLRU = "forward summary gradient projection reduce"
 GATED_DELTA = "prepare scan output local adjoint gradients"
+DECODE = "embed paired samu rglru residual logits choose"
 
 
 @pytest.mark.slow
@@ -160,6 +161,7 @@ def test_no_kernel_is_left_out() -> None:
         "gated_delta": GATED_DELTA,
         "gated_gelu": GELU,
         "cross_entropy": LOSS,
+        "decode": DECODE,
     }
     found: dict[str, set[str]] = {}
     for source in (Path(__file__).parents[2] / "samu_lm" / "ops").rglob("kernel*.py"):

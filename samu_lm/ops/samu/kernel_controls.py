@@ -18,8 +18,9 @@ delta: with them a chunk's product of transitions is a closed form.
 import triton
 import triton.language as tl
 
+from samu_lm.ops.common.elementary import tanh
 from samu_lm.ops.samu.kernel_rows import lanes_of, load_pair, load_row, stack, touch, unstack, widen, within_thread
-from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS, tanh
+from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS
 
 FORGET = tl.constexpr(2.0)  # in the place of a cosine
 LN_2 = tl.constexpr(0.6931471805599453)

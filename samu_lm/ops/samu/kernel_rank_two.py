@@ -7,8 +7,9 @@ share of grad_x is a matrix of rank two, and the directions' gradients are two w
 import triton
 import triton.language as tl
 
+from samu_lm.ops.common.elementary import tanh
 from samu_lm.ops.samu.kernel_controls import LN_2
-from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS, tanh
+from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS
 
 # Device code is Triton's language, not Python's: values have no Python types.
 # mypy: ignore-errors

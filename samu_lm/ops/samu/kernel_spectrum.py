@@ -20,6 +20,7 @@ The table, float32, is what every other kernel reads of the parameters:
 import triton
 import triton.language as tl
 
+from samu_lm.ops.common.elementary import minus_expm1, tanh
 from samu_lm.ops.common.reduce import column_sums
 
 NU2 = tl.constexpr(0)
@@ -40,24 +41,6 @@ MAX_NU = tl.constexpr(1e38)
 def table_size(width: int) -> int:
     """Number of float32 in the table of a mixer of this width."""
     return 8 * (width // 2) + 2 * (width + 1) + 4
-
-
-@triton.jit
-def minus_expm1(z):
-    """1 - exp(-z) for z >= 0, without cancellation."""
-    series = z * (1 - z / 2 * (1 - z / 3 * (1 - z / 4 * (1 - z / 5 * (1 - z / 6 * (1 - z / 7))))))
-    return tl.where(z < 0.03, series, 1 - tl.exp(-z))
-
-
-@triton.jit
-def tanh(x):
-    """tanh in x's own precision, relative to small values too."""
-    z = x * x
-    small = x * (1 - z * (1.0 / 3 - z * (2.0 / 15 - z * (17.0 / 315 - z * (62.0 / 2835 - z * (1382.0 / 155925))))))
-    e = tl.exp(-2 * tl.abs(x))
-    large = (1 - e) / (1 + e)
-    large = tl.where(x < 0, -large, large)
-    return tl.where(tl.abs(x) < 0.2, small, large)
 
 
 @triton.jit

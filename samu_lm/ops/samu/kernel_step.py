@@ -7,7 +7,8 @@ batch. Launches, not bytes, are what a decoding step costs, so the spectrum is w
 import triton
 import triton.language as tl
 
-from samu_lm.ops.samu.kernel_spectrum import MAX_NU, minus_expm1, tanh
+from samu_lm.ops.common.elementary import minus_expm1, tanh
+from samu_lm.ops.samu.kernel_spectrum import MAX_NU
 
 # Device code is Triton's language, not Python's: values have no Python types.
 # mypy: ignore-errors

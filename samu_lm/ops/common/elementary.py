@@ -1,0 +1,25 @@
+"""Functions of one value that kernels share."""
+
+# Device code is Triton's language, not Python's: values have no Python types.
+# mypy: ignore-errors
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def minus_expm1(z):
+    """1 - exp(-z) for z >= 0, without cancellation."""
+    series = z * (1 - z / 2 * (1 - z / 3 * (1 - z / 4 * (1 - z / 5 * (1 - z / 6 * (1 - z / 7))))))
+    return tl.where(z < 0.03, series, 1 - tl.exp(-z))
+
+
+@triton.jit
+def tanh(x):
+    """tanh in x's own precision, relative to small values too."""
+    z = x * x
+    small = x * (1 - z * (1.0 / 3 - z * (2.0 / 15 - z * (17.0 / 315 - z * (62.0 / 2835 - z * (1382.0 / 155925))))))
+    e = tl.exp(-2 * tl.abs(x))
+    large = (1 - e) / (1 + e)
+    large = tl.where(x < 0, -large, large)
+    return tl.where(tl.abs(x) < 0.2, small, large)
