@@ -1,12 +1,13 @@
 """``samu-lm bench decode``: tokens a second, one token after another, as a CUDA graph.
 
-Matrices and the residual stream are bfloat16, the recurrences' own parameters and states float32. The ceiling is the
+Matrices are bfloat16, the recurrences' own parameters and states and the residual stream float32. The ceiling is the
 time to move the bytes of every parameter once, at the copy rate measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samu_lm.benchmarks import report, timing
+from samu_lm.benchmarks import decode_plans, report, timing
 from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.cases import MIXERS, CheckFailed
 from samu_lm.benchmarks.float64 import relative_error
 from samu_lm.benchmarks.shapes import require_gpu
 from samu_lm.benchmarks.step import SIZES
-from samu_lm.model import RecurrentLM
+from samu_lm.model import Decoder, RecurrentLM
+from samu_lm.ops.decode import Plan
 
 DEVICE = "cuda"
 # Tokens that are compared with a parallel pass before anything is timed.
@@ -32,48 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "example: samu-lm bench decode --model 400m --batch-sizes 1 8 --output decode.json"
     parser.add_argument("--model", choices=list(SIZES), default="400m")
     parser.add_argument("--architectures", nargs="+", choices=MIXERS, default=list(MIXERS))
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1], help="rows that are decoded together")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1], help="rows decoded together, at most 16")
     parser.add_argument("--repeats", type=int, default=100, help="tokens that are timed")
     parser.add_argument("--output", type=Path, default=Path("decode.json"), help="JSON; table (.md) beside")
+    parser.add_argument(
+        "--candidates",
+        type=Path,
+        help='JSON of plans, {"name": {"output": [4, 4, 256]}, ...}: time them, take the best',
+    )
+    parser.add_argument("--search", action="store_true", help="try a list of sizes for each kernel, take the best")
 
 
-class Decoder:
-    """Greedy decoding in place: each call of :meth:`advance` reads ``tokens`` and ``state`` and replaces them.
-
-    Args:
-        model: the model, on its device.
-        batch: rows.
-    """
-
-    def __init__(self, model: RecurrentLM, batch: int) -> None:
-        self.model = model
-        self.state = model.init_state(batch)
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(0, model.vocab_size, (batch,), generator=generator).to(self.state.tokens.device)
-        self.logits = torch.empty(
-            batch, model.vocab_size, dtype=model.embedding.weight.dtype, device=self.tokens.device
-        )
-
-    @torch.no_grad()
-    def advance(self) -> None:
-        """One token per row."""
-        logits, after = self.model.step(self.tokens, self.state)
-        self.logits.copy_(logits)
-        old = (*self.state.conv, *self.state.recurrent, self.state.tokens)
-        for place, value in zip(old, (*after.conv, *after.recurrent, after.tokens), strict=True):
-            place.copy_(value)
-        self.tokens.copy_(logits.argmax(-1))
-
-    def captured(self) -> Callable[[], Any]:
-        """A call that replays :meth:`advance` as a CUDA graph."""
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            self.advance()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.advance()
-        return graph.replay
+def start(decoder: Decoder) -> Callable[[], Any]:
+    """The call that advances a decoder: a CUDA graph's replay."""
+    return decoder.capture().advance
 
 
 def build(sizes: dict[str, Any], mixer: str) -> RecurrentLM:
@@ -87,12 +61,15 @@ def build(sizes: dict[str, Any], mixer: str) -> RecurrentLM:
     return model
 
 
-def check(model: RecurrentLM, start: Callable[[Decoder], Callable[[], Any]]) -> float:
-    """Holds decoded logits to a parallel pass over the same tokens.
+@torch.no_grad()
+def check(model: RecurrentLM, plan: Plan) -> float:
+    """Holds decoded logits to a parallel pass over the same tokens, in float32 with the same weights.
+
+    A parallel pass in bfloat16 rounds its residual stream and would be further off than what it is to check.
 
     Args:
         model: the model.
-        start: a decoder to the call that advances it.
+        plan: sizes of the decoder's kernels.
 
     Returns:
         The relative difference of the logits.
@@ -100,38 +77,34 @@ def check(model: RecurrentLM, start: Callable[[Decoder], Callable[[], Any]]) -> 
     Raises:
         CheckFailed: more than roundings of bfloat16 apart.
     """
-    decoder = Decoder(model, 2)
+    decoder = Decoder(model, 2, plan)
+    decoder.tokens.copy_(torch.tensor([1, model.vocab_size - 1]))
     advance = start(decoder)
-    for place in (*decoder.state.conv, *decoder.state.recurrent, decoder.state.tokens):
-        place.zero_()  # capturing has advanced it
     tokens: list[Tensor] = []
     logits: list[Tensor] = []
     for _ in range(CHECKED):
         tokens.append(decoder.tokens.clone())
         advance()
-        logits.append(decoder.logits.clone())
-    with torch.no_grad():
-        expected = model(torch.stack(tokens, 1))
+        logits.append(decoder.last_logits.clone())
+    expected = copy.deepcopy(model).float()(torch.stack(tokens, 1))
     error = relative_error(torch.stack(logits, 1), expected)
     if not error < 2e-2:
         raise CheckFailed(f"{model.mixer}: decoded logits are {error:.1e} from the parallel pass's (bound 2e-02)")
     return error
 
 
-def measure(name: str, mixer: str, batches: list[int], repeats: int, copy_tb_s: float) -> list[dict[str, Any]]:
+def measure(model: RecurrentLM, plan: Plan, batches: list[int], repeats: int, copy_tb_s: float) -> list[dict[str, Any]]:
     """Rows of one mixer, by batch size."""
-    model = build(SIZES[name], mixer)
-    error = check(model, Decoder.captured)
+    error = check(model, plan)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     ceiling = copy_tb_s * 1e12 / size
     rows = []
     for batch in batches:
-        decoder = Decoder(model, batch)
-        samples = timing.event_samples(decoder.captured(), repeats)
+        samples = timing.event_samples(start(Decoder(model, batch, plan)), repeats)
         steps = 1e3 / timing.median(samples)
         rows.append(
             {
-                "architecture": mixer,
+                "architecture": model.mixer,
                 "batch": batch,
                 "samples_ms": samples,
                 "tokens_per_second": steps * batch,
@@ -140,6 +113,7 @@ def measure(name: str, mixer: str, batches: list[int], repeats: int, copy_tb_s: 
                 "ceiling_steps_per_second": ceiling,
                 "fraction_of_ceiling": steps / ceiling,
                 "error": error,
+                "plan": plan.as_dict(),
             }
         )
     return rows
@@ -175,9 +149,17 @@ def run(args: argparse.Namespace) -> int:
         "copy_tb_s": ceiling,
         "model": args.model,
         "rows": [],
+        "parts_ms": {},
     }
+    plan = Plan()
+    candidates = decode_plans.read(args.candidates) if args.candidates else {}
     for mixer in args.architectures:
-        result["rows"] += measure(args.model, mixer, args.batch_sizes, args.repeats, ceiling)
+        model = build(SIZES[args.model], mixer)
+        if candidates or args.search:
+            plan, tried = decode_plans.best(model, plan, candidates, args.search, start)
+            result.setdefault("candidates", []).extend(tried)
+        result["rows"] += measure(model, plan, args.batch_sizes, args.repeats, ceiling)
+        result["parts_ms"][mixer] = decode_plans.parts(model, plan)
         report.write_json(args.output, result)
     report.write_table(args.output, table(result))
     return 0

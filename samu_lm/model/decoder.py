@@ -76,9 +76,10 @@ class Decoder:
         self._device, self._dtype = model.embedding.weight.device, model.embedding.weight.dtype
         on_gpu = self._device.type == "cuda"
         self._overlaps = on_gpu and torch.cuda.get_device_capability(self._device) >= (9, 0)
-        with torch.no_grad():
+        # Inside inference_mode the buffers would be tensors that nobody outside it may write.
+        with torch.inference_mode(False), torch.no_grad():
             self._weights = weights_of(model)
-        self._buffers = decode.make_buffers(self._weights, batch_size, model.vocab_size, self.plan, activations)
+            self._buffers = decode.make_buffers(self._weights, batch_size, model.vocab_size, self.plan, activations)
         self._run = decode.decode_token
         self._graph: torch.cuda.CUDAGraph | None = None
         self.tokens, self.last_logits = self._buffers.tokens, self._buffers.logits
@@ -149,6 +150,7 @@ class Decoder:
         recurrent = torch.where((buffers.seen > 0)[None, :, None], buffers.recurrent, 0)
         return ModelState(conv.unbind(0), recurrent.unbind(0), buffers.seen.clone())
 
+    @torch.no_grad()
     def load(self, state: ModelState) -> None:
         """Goes on from a state, such as a prefill's.
 
