@@ -33,8 +33,9 @@ def compare(model: RecurrentLM, decoder: Decoder, tokens: int, bound: float) -> 
 
 
 @pytest.mark.parametrize("mixer", ["samu", "rglru"])
-@pytest.mark.parametrize(("sizes", "plan"), [(EVEN, None), (ODD, SMALL), (SIZES, None)], ids=["even", "odd", "large"])
-@pytest.mark.parametrize("batch", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("sizes", "plan", "batch"), [(EVEN, None, 1), (ODD, SMALL, 3), (SIZES, None, 16)], ids=["even", "odd", "large"]
+)
 def test_step(mixer: str, sizes: dict[str, int], plan: Plan | None, batch: int) -> None:
     model = build(mixer, **sizes).cuda()
     compare(model, Decoder(model, batch, plan, torch.float32), 12, 3e-5)

@@ -70,10 +70,14 @@ def samu_kernel(
     now = ring + (count % TAPS).to(tl.int32) * W
     channels = tl.arange(0, WHOLE)
     inside = channels < W
-    row_earlier = _earlier(ring, weight, bias, count, channels, inside, W, TAPS)
-    row_tap = tl.load(weight + channels, mask=inside, other=0.0)
+    earlier = _earlier(ring, weight, bias, count, channels, inside, W, TAPS)
+    tap = tl.load(weight + channels, mask=inside, other=0.0)
     phase = tl.load(directions + channels, mask=inside, other=0.0)
     radial = tl.load(directions + W + channels, mask=inside, other=0.0)
+    phase_sum = tl.sum(earlier * phase) + tl.load(scalars)
+    radial_sum = tl.sum(earlier * radial) + tl.load(scalars + 1)
+    phase *= tap
+    radial *= tap
     modes = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
     mask = modes < M
     x_re = _earlier(ring, weight, bias, count, modes, mask, W, TAPS)
@@ -93,9 +97,8 @@ def samu_kernel(
     x_im += tap_im * tl.load(now + M + modes, mask=mask, other=0.0)
     gate_re = tl.load(gated + b * W + modes, mask=mask, other=0.0)
     gate_im = tl.load(gated + b * W + M + modes, mask=mask, other=0.0)
-    row = row_earlier + row_tap * u
-    p = tanh(tl.sum(row * phase) + tl.load(scalars))
-    s = tanh(tl.sum(row * radial) + tl.load(scalars + 1))
+    p = tanh(tl.sum(u * phase) + phase_sum)
+    s = tanh(tl.sum(u * radial) + radial_sum)
     delta = tl.load(scalars + 2) * p
     stretch = tl.exp(tl.load(scalars + 3) * s / (1 + s * s))
     r = tl.exp2(nu2 * stretch)

@@ -49,8 +49,8 @@ class Plan:
     """
 
     input: Split = Split(4, 4, 256)
-    samu: Split = Split(64, 8)
-    rglru: Split = Split(16, 4)
+    samu: Split = Split(64, 4)
+    rglru: Split = Split(8, 4)
     output: Split = Split(4, 4, 256)
     mlp_input: Split = Split(4, 4, 256)
     mlp_output: Split = Split(4, 4, 256)
