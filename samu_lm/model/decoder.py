@@ -31,6 +31,9 @@ def why_not(model: RecurrentLM, batch_size: int = 1) -> str | None:
         return "mixer=gated_delta: the decoder has kernels for samu and rglru alone; use model.step"
     if not 1 <= batch_size <= MOST_ROWS:
         return f"batch_size={batch_size}: the decoder takes 1 to {MOST_ROWS} rows; use model.step"
+    odd = [name for name in ("width", "rnn_width") if getattr(model, name) % 2]
+    if odd:
+        return f"{odd[0]}={getattr(model, odd[0])}: the decoder reads pairs and needs an even number; use model.step"
     if not TRITON_INSTALLED:
         return "the decoder needs the package triton; install it or use model.step"
     if device.type != "cuda" and not interpreting():

@@ -20,7 +20,7 @@ LARGE = Plan().changed(
 )
 # Sizes that no split divides, several programs for each kernel, pieces of a matrix that are whole and cut.
 SMALL = Plan().changed(
-    {"input": [32, 4, 16], "output": [16, 1], "mlp_input": [64, 4, 64], "mlp_output": [8, 2, 32]}
+    {"input": [32, 4, 16], "output": [16, 1], "mlp_input": [64, 4, 64], "mlp_output": [16, 2, 32]}
     | {"logits": [32, 4, 16], "samu": [16, 1], "rglru": [4, 1]}
 )
 ODD = {"vocab_size": 70, "width": 28, "rnn_width": 80, "depth": 2, "conv_width": 3}
@@ -138,6 +138,8 @@ def test_refusals() -> None:
     delta = RecurrentLM(40, 16, 16, 1, mixer="gated_delta", num_heads=2)
     with pytest.raises(ValueError, match=r"gated_delta.*model\.step"):
         Decoder(delta)
+    with pytest.raises(ValueError, match=r"width=31.*model\.step"):
+        Decoder(RecurrentLM(40, 31, 32, 1))
     model = build("samu", **EVEN)
     with pytest.raises(ValueError, match="batch_size=17"):
         Decoder(model, 17)

@@ -1,7 +1,8 @@
 """Kernels of one decoded token that read matrices: a product with a few vectors, its neighbours in the block fused in.
 
 Letters: B rows, N outputs, K inputs; matrices ``[N, K]`` bfloat16, sums float32. A program owns a few outputs and all
-of K, so that no sum crosses programs. K is read in ``WHOLE`` pieces of ``TILE`` and a shorter one.
+of K, so that no sum crosses programs. Two bfloat16 neighbours are read as one word, which takes one instruction each
+to widen; K is read in ``WHOLE`` pieces of ``TILE`` words and a shorter one.
 
 RMSNorm is split: who completes the residual stream x also writes ``scaled = x (1 + scale)``, which the next matrix
 reads, and the sum of squares of its own part of x; the matrix's outputs are then multiplied by the norm's factor.
@@ -45,19 +46,42 @@ def gelu_tanh(x):
 
 @triton.jit
 def _matrix(matrix, rows, K: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, REST: tl.constexpr):
-    """Pieces ``[ROWS, TILE]`` of some rows, as they lie in memory."""
-    row = matrix + rows.to(tl.int64)[:, None] * K
+    """Pieces ``[ROWS, TILE]`` of some rows, in words."""
+    row = matrix.to(tl.pointer_type(tl.int32)) + rows.to(tl.int64)[:, None] * (K // 2)
     pieces = ()
     for i in tl.static_range(WHOLE):
         k = i * TILE + tl.arange(0, TILE)
         pieces = pieces + (tl.load(row + k[None, :], eviction_policy="evict_first"),)
     if REST > 0:
         k = WHOLE * TILE + tl.arange(0, REST)
-        if WHOLE * TILE + REST == K:
+        if WHOLE * TILE + REST == K // 2:
             pieces = pieces + (tl.load(row + k[None, :], eviction_policy="evict_first"),)
         else:
-            pieces = pieces + (tl.load(row + k[None, :], mask=(k < K)[None, :], other=0.0),)
+            pieces = pieces + (tl.load(row + k[None, :], mask=(k < K // 2)[None, :], other=0),)
     return pieces
+
+
+@triton.jit
+def _even(word):
+    """The first of two bfloat16 in a word, float32."""
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _odd(word):
+    """The second."""
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _piece(x, k, K: tl.constexpr):
+    """Even and odd entries of a vector at words k, float32; 0 beyond its end."""
+    mask = k < K // 2
+    if x.dtype.element_ty == tl.bfloat16:
+        word = tl.load(x.to(tl.pointer_type(tl.int32)) + k, mask=mask, other=0)
+        return _even(word), _odd(word)
+    even = tl.load(x + 2 * k, mask=mask, other=0.0)
+    return even.to(tl.float32), tl.load(x + 2 * k + 1, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -66,14 +90,24 @@ def _vector(x, ROWS: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr, WHOLE: t
     pieces = ()
     for i in tl.static_range(WHOLE):
         k = tl.broadcast_to((i * TILE + tl.arange(0, TILE))[None, :], [ROWS, TILE])
-        pieces = pieces + (tl.load(x + k),)
+        pieces = pieces + (_piece(x, k, K),)
     if REST > 0:
         k = tl.broadcast_to((WHOLE * TILE + tl.arange(0, REST))[None, :], [ROWS, REST])
-        if WHOLE * TILE + REST == K:
-            pieces = pieces + (tl.load(x + k),)
-        else:
-            pieces = pieces + (tl.load(x + k, mask=k < K, other=0.0),)
+        pieces = pieces + (_piece(x, k, K),)
     return pieces
+
+
+@triton.jit
+def _product(matrix, vector, WHOLE: tl.constexpr, REST: tl.constexpr):
+    """Sums ``[ROWS]``."""
+    products = _even(matrix[0]) * vector[0][0] + _odd(matrix[0]) * vector[0][1]
+    for i in tl.static_range(1, WHOLE):
+        products += _even(matrix[i]) * vector[i][0]
+        products += _odd(matrix[i]) * vector[i][1]
+    total = tl.sum(products, axis=1)
+    if REST > 0:
+        total += tl.sum(_even(matrix[WHOLE]) * vector[WHOLE][0] + _odd(matrix[WHOLE]) * vector[WHOLE][1], axis=1)
+    return total
 
 
 @triton.jit
@@ -84,18 +118,6 @@ def _norm_factor(squares, ROWS: tl.constexpr, K: tl.constexpr, PARTS: tl.constex
         part = tl.broadcast_to((i + tl.arange(0, 128))[None, :], [ROWS, 128])
         total += tl.load(squares + part, mask=part < PARTS, other=0.0)
     return tl.rsqrt(tl.sum(total, axis=1) / K + EPS)
-
-
-@triton.jit
-def _product(matrix, vector, WHOLE: tl.constexpr, REST: tl.constexpr):
-    """Sums ``[ROWS]``."""
-    products = matrix[0].to(tl.float32) * vector[0].to(tl.float32)
-    for i in tl.static_range(1, WHOLE):
-        products += matrix[i].to(tl.float32) * vector[i].to(tl.float32)
-    total = tl.sum(products, axis=1)
-    if REST > 0:
-        total += tl.sum(matrix[WHOLE].to(tl.float32) * vector[WHOLE].to(tl.float32), axis=1)
-    return total
 
 
 @triton.jit

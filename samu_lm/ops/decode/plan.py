@@ -26,12 +26,13 @@ class Split:
     tile: int = 0
 
     def pieces(self, inputs: int) -> dict[str, int]:
-        """The kernels' sizes for a matrix of so many inputs: whole tiles, and what is left."""
-        tile = 1 << (inputs.bit_length() - 1)
+        """The kernels' sizes for a matrix of so many inputs, an even number: tiles in words of two."""
+        words = inputs // 2
+        tile = 1 << (words.bit_length() - 1)
         if self.tile:
-            tile = min(tile, self.tile)
-        rest = inputs % tile
-        return {"TILE": tile, "WHOLE": inputs // tile, "REST": 1 << (rest - 1).bit_length() if rest else 0}
+            tile = min(tile, max(1, self.tile // 2))
+        rest = words % tile
+        return {"TILE": tile, "WHOLE": words // tile, "REST": 1 << (rest - 1).bit_length() if rest else 0}
 
 
 @dataclass(frozen=True)
