@@ -19,10 +19,11 @@ from samu_lm.errors import ConfigError
 from samu_lm.model import Decoder, RecurrentLM
 from samu_lm.ops.decode import Plan
 
-# [rows, warps, inputs at a time]: with 256 at a time a warp owns whole rows, with more several warps share one.
+# [rows, warps, inputs at a time, groups]: with 256 at a time a warp owns whole rows, with more several warps share one.
 MATRIX = [
-    *([2, 2, 256], [4, 2, 256], [4, 4, 256], [8, 4, 256], [8, 8, 256], [16, 8, 256], [16, 16, 256], [32, 8, 256]),
-    *([1, 2, 512], [2, 4, 512], [4, 4, 512], [4, 8, 512], [8, 8, 512], [1, 4, 1024], [2, 4, 1024], [4, 8, 1024]),
+    *([2, 2, 256], [4, 4, 256], [8, 8, 256], [16, 16, 256], [4, 2, 256, 2], [8, 4, 256, 2], [16, 8, 256, 2]),
+    *([16, 4, 256, 4], [32, 8, 256, 4], [1, 2, 512], [2, 4, 512], [4, 8, 512], [2, 2, 512, 2], [4, 4, 512, 2]),
+    *([8, 8, 512, 2], [8, 4, 512, 4], [1, 4, 1024], [2, 4, 1024, 2], [4, 4, 1024, 4]),
 ]
 SEARCHED: dict[str, list[list[int]]] = {
     "mlp_input": MATRIX,

@@ -20,8 +20,8 @@ LARGE = Plan().changed(
 )
 # Sizes that no split divides, several programs for each kernel, pieces of a matrix that are whole and cut.
 SMALL = Plan().changed(
-    {"input": [32, 4, 16], "output": [16, 1], "mlp_input": [64, 4, 64], "mlp_output": [16, 2, 32]}
-    | {"logits": [32, 4, 16], "samu": [16, 1], "rglru": [4, 1]}
+    {"input": [32, 4, 16], "output": [16, 1, 0, 2], "mlp_input": [64, 4, 64, 2], "mlp_output": [16, 2, 32, 4]}
+    | {"logits": [32, 4, 16, 4], "samu": [16, 1], "rglru": [4, 1]}
 )
 ODD = {"vocab_size": 70, "width": 28, "rnn_width": 80, "depth": 2, "conv_width": 3}
 EVEN = {"vocab_size": 100, "width": 32, "rnn_width": 64, "depth": 2}
@@ -149,7 +149,15 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"outputs": [4, 4]}, {"output": [3, 4]}, {"output": [4]}, {"output": "44"}, {"overlap": 1}]
+    "changes",
+    [
+        {"outputs": [4, 4]},
+        {"output": [3, 4]},
+        {"output": [4]},
+        {"output": [4, 4, 0, 3]},
+        {"output": "44"},
+        {"overlap": 1},
+    ],
 )
 def test_odd_plans(changes: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):

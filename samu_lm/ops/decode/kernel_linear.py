@@ -11,6 +11,8 @@ With ``OVERLAP`` a kernel starts while the one before it still runs: it asks for
 and only then waits. All of a program's rows of the matrix are on their way before the wait, so that memory is busy
 while vectors travel from kernel to kernel. Nothing that another kernel of the same token writes is read before it.
 
+A program's outputs may come in ``GROUPS`` of ``ROWS``, which share the vector's registers.
+
 Vectors are read as matrices of equal rows, so that they come in the registers where they are multiplied: a detour
 through shared memory would cost barriers between the wait and the product.
 """
@@ -42,6 +44,12 @@ def gelu_tanh(x):
     """GELU in its tanh form: ``x (1 + tanh z) / 2 = x / (1 + exp(-2 z))``."""
     z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
     return x / (1 + tl.exp(-2 * z))
+
+
+@triton.jit
+def group_rows(g, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Outputs of group g of this program."""
+    return (tl.program_id(0) * GROUPS + g) * ROWS + tl.arange(0, ROWS)
 
 
 @triton.jit
@@ -121,6 +129,26 @@ def _norm_factor(squares, ROWS: tl.constexpr, K: tl.constexpr, PARTS: tl.constex
 
 
 @triton.jit
+def _groups(matrix, N, K: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr,
+            WHOLE: tl.constexpr, REST: tl.constexpr):  # fmt: skip
+    """Pieces of the program's rows, by group; rows beyond the last are the last again."""
+    groups = ()
+    for g in tl.static_range(GROUPS):
+        rows = tl.minimum(group_rows(g, ROWS, GROUPS), N - 1)
+        groups = groups + (_matrix(matrix, rows, K, TILE, WHOLE, REST),)
+    return groups
+
+
+@triton.jit
+def _entries(values, N, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """A vector's entries at the program's rows, float32, by group."""
+    groups = ()
+    for g in tl.static_range(GROUPS):
+        groups = groups + (tl.load(values + tl.minimum(group_rows(g, ROWS, GROUPS), N - 1)).to(tl.float32),)
+    return groups
+
+
+@triton.jit
 def paired_kernel(
     scaled,
     squares,
@@ -135,6 +163,7 @@ def paired_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,
     REST: tl.constexpr,
@@ -151,25 +180,25 @@ def paired_kernel(
     tokens seen modulo TAPS.
     """
     let_next_start(OVERLAP)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    mask = rows < N
-    rows = tl.minimum(rows, N - 1)
-    gated_rows = _matrix(gated_matrix, rows, K, TILE, WHOLE, REST)
-    plain_rows = _matrix(plain_matrix, rows, K, TILE, WHOLE, REST)
-    gated_shift = tl.load(gated_bias + rows).to(tl.float32)
-    plain_shift = tl.load(plain_bias + rows).to(tl.float32)
+    gated_rows = _groups(gated_matrix, N, K, ROWS, GROUPS, TILE, WHOLE, REST)
+    plain_rows = _groups(plain_matrix, N, K, ROWS, GROUPS, TILE, WHOLE, REST)
+    gated_shift = _entries(gated_bias, N, ROWS, GROUPS)
+    plain_shift = _entries(plain_bias, N, ROWS, GROUPS)
     wait_for_last(OVERLAP)
     for b in range(B):
         vector = _vector(scaled + b * K, ROWS, K, TILE, WHOLE, REST)
         factor = _norm_factor(squares + b * PARTS, ROWS, K, PARTS, EPS)
-        first = gelu_tanh(_product(gated_rows, vector, WHOLE, REST) * factor + gated_shift)
-        second = _product(plain_rows, vector, WHOLE, REST) * factor + plain_shift
-        if MULTIPLY:
-            tl.store(gated + b * N + rows, (first * second).to(gated.dtype.element_ty), mask=mask)
-        else:
-            tl.store(gated + b * N + rows, first.to(gated.dtype.element_ty), mask=mask)
-            slot = (tl.load(seen + b) % TAPS).to(tl.int32)
-            tl.store(plain + (b * TAPS + slot) * N + rows, second, mask=mask)
+        slot = (tl.load(seen + b) % TAPS).to(tl.int32)
+        for g in tl.static_range(GROUPS):
+            rows = group_rows(g, ROWS, GROUPS)
+            mask = rows < N
+            first = gelu_tanh(_product(gated_rows[g], vector, WHOLE, REST) * factor + gated_shift[g])
+            second = _product(plain_rows[g], vector, WHOLE, REST) * factor + plain_shift[g]
+            if MULTIPLY:
+                tl.store(gated + b * N + rows, (first * second).to(gated.dtype.element_ty), mask=mask)
+            else:
+                tl.store(gated + b * N + rows, first.to(gated.dtype.element_ty), mask=mask)
+                tl.store(plain + (b * TAPS + slot) * N + rows, second, mask=mask)
 
 
 @triton.jit
@@ -185,6 +214,7 @@ def residual_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,
     REST: tl.constexpr,
@@ -196,21 +226,22 @@ def residual_kernel(
     Writes what the next norm needs: scaled ``[B, N]``, squares ``[B, PARTS]``, a sum per program.
     """
     let_next_start(OVERLAP)
-    pid = tl.program_id(0)
-    rows = pid * ROWS + tl.arange(0, ROWS)
-    mask = rows < N
-    rows = tl.minimum(rows, N - 1)
-    pieces = _matrix(matrix, rows, K, TILE, WHOLE, REST)
-    shift = tl.load(bias + rows).to(tl.float32)
-    gain = 1 + tl.load(scale + rows).to(tl.float32)
+    pieces = _groups(matrix, N, K, ROWS, GROUPS, TILE, WHOLE, REST)
+    shift = _entries(bias, N, ROWS, GROUPS)
+    gain = _entries(scale, N, ROWS, GROUPS)
     wait_for_last(OVERLAP)
     for b in range(B):
-        before = tl.load(x + b * N + rows)
-        total = _product(pieces, _vector(v + b * K, ROWS, K, TILE, WHOLE, REST), WHOLE, REST)
-        after = before + (total + shift)
-        tl.store(x + b * N + rows, after, mask=mask)
-        tl.store(scaled + b * N + rows, (after * gain).to(scaled.dtype.element_ty), mask=mask)
-        tl.store(squares + b * PARTS + pid, tl.sum(tl.where(mask, after * after, 0.0), axis=0))
+        vector = _vector(v + b * K, ROWS, K, TILE, WHOLE, REST)
+        before = _entries(x + b * N, N, ROWS, GROUPS)
+        total = tl.zeros([ROWS], tl.float32)
+        for g in tl.static_range(GROUPS):
+            rows = group_rows(g, ROWS, GROUPS)
+            mask = rows < N
+            after = before[g] + (_product(pieces[g], vector, WHOLE, REST) + shift[g])
+            tl.store(x + b * N + rows, after, mask=mask)
+            tl.store(scaled + b * N + rows, (after * (1 + gain[g])).to(scaled.dtype.element_ty), mask=mask)
+            total += tl.where(mask, after * after, 0.0)
+        tl.store(squares + b * PARTS + tl.program_id(0), tl.sum(total, axis=0))
 
 
 @triton.jit
@@ -225,6 +256,7 @@ def logits_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     TILE: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -235,17 +267,21 @@ def logits_kernel(
 ):
     """Logits ``[B, N]`` of RMSNorm(x); each program's largest and its id, ``[B, PROGRAMS]``."""
     let_next_start(OVERLAP)
-    pid = tl.program_id(0)
-    rows = pid * ROWS + tl.arange(0, ROWS)
-    mask = rows < N
-    pieces = _matrix(embedding, tl.minimum(rows, N - 1), K, TILE, WHOLE, REST)
+    pieces = _groups(embedding, N, K, ROWS, GROUPS, TILE, WHOLE, REST)
     wait_for_last(OVERLAP)
     for b in range(B):
         vector = _vector(scaled + b * K, ROWS, K, TILE, WHOLE, REST)
         factor = _norm_factor(squares + b * PARTS, ROWS, K, PARTS, EPS)
-        values = _product(pieces, vector, WHOLE, REST) * factor
-        tl.store(logits + b * N + rows, values, mask=mask)
-        values = tl.where(mask, values, float("-inf"))
-        largest = tl.max(values, axis=0)
-        tl.store(best + b * PROGRAMS + pid, largest)
-        tl.store(best_id + b * PROGRAMS + pid, tl.min(tl.where(values == largest, rows, N), axis=0))
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        largest_id = tl.full([ROWS], N, tl.int32)
+        for g in tl.static_range(GROUPS):
+            rows = group_rows(g, ROWS, GROUPS)
+            values = _product(pieces[g], vector, WHOLE, REST) * factor
+            tl.store(logits + b * N + rows, values, mask=rows < N)
+            better = (values > largest) & (rows < N)
+            largest = tl.where(better, values, largest)
+            largest_id = tl.where(better, rows, largest_id)
+        most = tl.max(largest, axis=0)
+        at = b * PROGRAMS + tl.program_id(0)
+        tl.store(best + at, most)
+        tl.store(best_id + at, tl.min(tl.where(largest == most, largest_id, N), axis=0))

@@ -19,11 +19,13 @@ class Split:
         size: outputs per program, a power of two: rows of a matrix (of each of two), modes or channels.
         warps: warps per program, a power of two.
         tile: inputs of a matrix that are multiplied at a time, a power of two; 0 for the largest that the matrix has.
+        groups: parts of a program's rows that are worked on one after another, a power of two; they read a vector once.
     """
 
     size: int
     warps: int
     tile: int = 0
+    groups: int = 1
 
     def pieces(self, inputs: int) -> dict[str, int]:
         """The kernels' sizes for a matrix of so many inputs, an even number: tiles in words of two."""
@@ -32,7 +34,9 @@ class Split:
         if self.tile:
             tile = min(tile, max(1, self.tile // 2))
         rest = words % tile
-        return {"TILE": tile, "WHOLE": words // tile, "REST": 1 << (rest - 1).bit_length() if rest else 0}
+        groups = min(self.groups, self.size)
+        dealt = {"ROWS": self.size // groups, "GROUPS": groups, "num_warps": self.warps}
+        return dealt | {"TILE": tile, "WHOLE": words // tile, "REST": 1 << (rest - 1).bit_length() if rest else 0}
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,13 @@ class Plan:
                 values[name] = value
                 continue
             numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
-            good = len(numbers) in (2, 3) and all(map(_is_power_of_two, numbers[:2]))
-            if not good or not all(_is_power_of_two(n) or n == 0 for n in numbers[2:]):
-                raise ValueError(f"{name}={value!r}: must be [size, warps] or [size, warps, tile], powers of two")
+            good = len(numbers) in (2, 3, 4) and all(map(_is_power_of_two, numbers[:2] + numbers[3:]))
+            if not good or not all(_is_power_of_two(n) or n == 0 for n in numbers[2:3]):
+                raise ValueError(f"{name}={value!r}: must be [size, warps, tile, groups], powers of two")
             values[name] = Split(*numbers)
         return replace(self, **values)
 
     def as_dict(self) -> dict[str, Any]:
         """What :meth:`changed` takes."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {k: [v.size, v.warps, v.tile] if isinstance(v, Split) else v for k, v in values.items()}
+        return {k: [v.size, v.warps, v.tile, v.groups] if isinstance(v, Split) else v for k, v in values.items()}
