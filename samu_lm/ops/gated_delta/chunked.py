@@ -1,7 +1,7 @@
-"""``chunked`` and ``chunked_fat`` as differentiable ops over the passes of ``rows.py``.
+"""``chunked`` and ``chunked_fat`` as differentiable ops over the passes of ``passes.py``.
 
 ``chunked`` keeps the state before every chunk for its backward pass and nothing else; ``chunked_fat`` also keeps what
-relates the tokens of a chunk and what they write: seven tensors of the size of a chunk in all.
+relates the tokens of a chunk and what they write: six tensors of the size of a chunk in all.
 
 Shapes: as in ``reference.py``; N chunks of C tokens, n = B H.
 """
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from samu_lm.ops.gated_delta import isolation
+from samu_lm.ops.gated_delta.passes import Kept, kept_shapes
 from samu_lm.ops.gated_delta.reference import work_dtype
-from samu_lm.ops.gated_delta.rows import Inputs, Kept, fitted_chunk, kept_shapes
+from samu_lm.ops.gated_delta.rows import Inputs, fitted_chunk
 
 _INPUTS = 7
 
@@ -82,14 +83,19 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     kept = output[2:] if ctx.fat else output[2:3]
     ctx.save_for_backward(*tensors, *kept)
     ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)  # what is kept would get zeros of its size
 
 
 def _differentiate(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     saved = ctx.saved_tensors  # asked for once: activation checkpointing allows no more
     tensors, kept = saved[:_INPUTS], list(saved[_INPUTS:])
     kept += [kept[0].new_empty(0)] * (len(Kept._fields) - len(kept))
-    *of_inputs, of_state = _backward(grads[0], grads[1], kept, *tensors, ctx.size, ctx.fat)
-    state = tensors[-1]
+    v, state = tensors[2], tensors[-1]
+    grad_o = torch.zeros_like(v) if grads[0] is None else grads[0]
+    grad_final = grads[1]
+    if grad_final is None:
+        grad_final = kept[0].new_zeros(v.shape[0], v.shape[2], *kept[0].shape[2:])
+    *of_inputs, of_state = _backward(grad_o, grad_final, kept, *tensors, ctx.size, ctx.fat)
     return *of_inputs, None, None if state is None else of_state.to(state.dtype), None, None, None
 
 

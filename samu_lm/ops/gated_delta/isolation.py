@@ -13,13 +13,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from samu_lm.ops.gated_delta import rows
-from samu_lm.ops.gated_delta.rows import Inputs, Kept
+from samu_lm.ops.gated_delta import passes
+from samu_lm.ops.gated_delta.passes import Kept
+from samu_lm.ops.gated_delta.rows import Inputs
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    total = torch.stack([t.sum(dtype=torch.float64) for t in tensors]).sum()
-    return bool(total.isfinite())
+    """Whether no value is infinite or NaN."""
+    sums = [t.sum(dtype=torch.promote_types(t.dtype, torch.float32)).double() for t in tensors]
+    # A sum may overflow where no value has: only then is each of them looked at.
+    return bool(torch.stack(sums).sum().isfinite()) or all(bool(t.isfinite().all()) for t in tensors)
 
 
 class _Part:
@@ -82,13 +85,13 @@ def _parts(inputs: Inputs, size: int) -> list[_Part]:
 
 
 def run_forward(inputs: Inputs, size: int, save: bool, fat: bool) -> tuple[Tensor, Tensor, Kept]:
-    """As :func:`rows.run_forward`; nothing of one document reaches another."""
-    o, final, kept = rows.run_forward(inputs, size, save, fat)
+    """As :func:`passes.run_forward`; nothing of one document reaches another."""
+    o, final, kept = passes.run_forward(inputs, size, save, fat)
     if inputs.first is None or _all_finite(o, final):
         return o, final, kept
     for part in _parts(inputs, size):
         passing = part.passing(inputs.q.shape[2])
-        mine, mine_final, mine_kept = rows.run_forward(part.inputs(inputs), size, save, fat, passing)
+        mine, mine_final, mine_kept = passes.run_forward(part.inputs(inputs), size, save, fat, passing)
         o = part.merge_tokens(mine, o)
         final = part.merge_rows(part.final, mine_final, final)
         kept = part.merge_kept(mine_kept, kept, size)
@@ -98,12 +101,12 @@ def run_forward(inputs: Inputs, size: int, save: bool, fat: bool) -> tuple[Tenso
 def run_backward(
     inputs: Inputs, size: int, kept: Kept, fat: bool, grad_o: Tensor, grad_final_state: Tensor
 ) -> tuple[Tensor, ...]:
-    """As :func:`rows.run_backward`; nothing of one document reaches another."""
-    grads = rows.run_backward(inputs, size, kept, fat, grad_o, grad_final_state)
+    """As :func:`passes.run_backward`; nothing of one document reaches another."""
+    grads = passes.run_backward(inputs, size, kept, fat, grad_o, grad_final_state)
     if inputs.first is None or _all_finite(*grads):
         return grads
     for part in _parts(inputs, size):
-        mine = rows.run_backward(
+        mine = passes.run_backward(
             part.inputs(inputs),
             size,
             part.merge_kept(kept, None, size),

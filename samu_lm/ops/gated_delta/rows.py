@@ -1,7 +1,6 @@
-"""The gated delta rule over whole rows, chunk by chunk, forward and backward.
+"""Rows of the gated delta rule cut into groups of chunks, and their decays.
 
-A backward pass reads the state before every chunk; what else it needs it works out again, or finds kept. One chunk of
-all rows and heads is worked on at a time, so that its temporaries stay in the processor's cache.
+A few chunks of all rows and heads are worked on at a time, so that temporaries stay in the processor's cache.
 
 Shapes: as in ``reference.py``; N chunks of C tokens, the last one filled up with tokens that do nothing; n = B H.
 """
@@ -14,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samu_lm.ops.gated_delta import chunk
-from samu_lm.ops.gated_delta.chunk import Decay, Pairs, Solved
+from samu_lm.ops.gated_delta.chunk import Decay, Gates
 from samu_lm.ops.gated_delta.reference import drops, work_dtype
 
 SMALLEST_CHUNK = 16
@@ -56,7 +54,7 @@ def _segmented_sum(x: Tensor, starts: Tensor) -> Tensor:
 
 
 class Rows:
-    """Rows cut into chunks: small per-token tensors prepared at once, the large ones cut one chunk at a time."""
+    """Rows cut into chunks: small per-token tensors prepared at once, the large ones cut one group at a time."""
 
     def __init__(self, inputs: Inputs, size: int) -> None:
         q, v = inputs.q, inputs.v
@@ -64,6 +62,7 @@ class Rows:
         self.batch, self.length, self.heads, self.dk = q.shape
         self.dv, self.n = v.shape[-1], q.shape[0] * q.shape[2]
         self.count = -(-self.length // size)
+        self.together = max(1, _ELEMENTS_TOGETHER // (self.n * size * size))
         starts = self.scalars(drops(inputs.log_alpha, inputs.first), torch.bool)
         log_alpha = self.scalars(inputs.log_alpha, torch.float64).clamp(min=_LOWEST_LOG_ALPHA)
         g = _segmented_sum(log_alpha.masked_fill(starts, 0), starts)
@@ -100,171 +99,64 @@ class Rows:
 
     def groups(self) -> list[range]:
         """Chunks that are related together: as few calls as the cache allows; an unfilled last chunk stays alone."""
-        together = max(1, _ELEMENTS_TOGETHER // (self.n * self.size * self.size))
         full = self.length // self.size
-        groups = [range(start, min(start + together, full)) for start in range(0, full, together)]
+        groups = [range(start, min(start + self.together, full)) for start in range(0, full, self.together)]
         return groups if full == self.count else [*groups, range(full, self.count)]
 
-    def cut(self, x: Tensor, group: range, out: Tensor) -> Tensor:
-        """Copies chunks of ``[B, T, H, d]`` to ``[G, n, C, d]``."""
-        part = x[:, group.start * self.size : group.stop * self.size]
-        length = min(part.shape[1], self.size)
-        shaped = out.unflatten(1, (self.batch, self.heads))[:, :, :, :length]
-        shaped.copy_(part.unflatten(1, (len(group), length)).permute(1, 0, 3, 2, 4))
+    def carve(self, *shapes: tuple[int, int]) -> list[Tensor]:
+        """Work tensors ``[G n, *shape]`` for the largest group, side by side in one allocation.
+
+        Freed in one piece, it is had again from the system's allocator without new pages.
+        """
+        leading = min(self.together, self.count) * self.n
+        sizes = [leading * rows * columns for rows, columns in shapes]
+        parts = self.empty(sum(sizes)).split(sizes)
+        return [part.view(leading, *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def tokens(self, x: Tensor) -> list[Tensor]:
+        """Each group's tokens of ``[B, T, H, d]``: views ``[G, B, H, C or the rest, d]``."""
+        full = self.length // self.size
+        filled, rest = x[:, : full * self.size], x[:, full * self.size :]
+        views = filled.unflatten(1, (full, self.size)).permute(1, 0, 3, 2, 4).split(self.together)
+        return [*(views if full else ()), *([rest.transpose(1, 2)[None]] if full < self.count else [])]
+
+    def cut(self, tokens: Tensor, out: Tensor) -> Tensor:
+        """Copies :meth:`tokens` to ``[G n, C, d]``."""
+        length = tokens.shape[3]
+        out.view(*tokens.shape[:3], self.size, -1)[:, :, :, :length].copy_(tokens)
         if length < self.size:
-            out[:, :, length:] = 0
+            out[:, length:] = 0
         return out
 
-    def paste(self, x: Tensor, group: range, out: Tensor) -> None:
-        """Copies ``[G n, C, d]`` to the group's chunks of ``[B, T, H, d]``."""
-        part = out[:, group.start * self.size : group.stop * self.size]
-        length = min(part.shape[1], self.size)
-        shaped = x.view(len(group), self.batch, self.heads, self.size, -1)[:, :, :, :length]
-        part.unflatten(1, (len(group), length)).copy_(shaped.permute(1, 0, 3, 2, 4))
+    def paste(self, x: Tensor, tokens: Tensor) -> None:
+        """Copies ``[G n, C, d]`` to :meth:`tokens`."""
+        tokens.copy_(x.view(*tokens.shape[:3], self.size, -1)[:, :, :, : tokens.shape[3]])
 
     def empty(self, *sizes: int) -> Tensor:
         """A work tensor."""
         return self.inputs.q.new_empty(sizes, dtype=self.work)
 
-    def qk(self, group: range) -> Tensor:
-        """Queries above keys, ``[G n, 2C, dk]``."""
-        both = self.empty(len(group), self.n, 2 * self.size, self.dk)
-        self.cut(self.inputs.q, group, both[:, :, : self.size])
-        self.cut(self.inputs.k, group, both[:, :, self.size :])
-        return both.flatten(0, 1)
+    def gates(self) -> list[Gates]:
+        """What each group's tokens are multiplied by."""
+        groups = self.groups()
+        sizes = [len(group) * self.n for group in groups]
+        scales = (self.beta, self.from_start, self.to_end, self.beta * self.from_start)
+        beta, start, end, through = (x.view(-1, self.size, 1).split(sizes) for x in scales)
+        g, documents = (x.view(-1, self.size).split(sizes) for x in (self.g, self.document))
+        totals = self.total.view(self.count, self.n, 1, 1).unbind()
+        result = []
+        for i, group in enumerate(groups):
+            part = slice(group.start, group.stop)
+            decay = Decay(g[i], documents[i] if any(self.divided[part]) else None)
+            result.append(Gates(beta[i], start[i], end[i], through[i], totals[part], decay))
+        return result
 
-    def values(self, x: Tensor, group: range) -> Tensor:
-        """Values or their outputs' gradients, ``[G n, C, dv]``."""
-        return self.cut(x, group, self.empty(len(group), self.n, self.size, self.dv)).flatten(0, 1)
-
-    def gates(self, group: range) -> tuple[Tensor, Decay]:
-        """beta and the decays of a group's chunks, ``[G n, ...]``."""
-        part = slice(group.start, group.stop)
-        document = self.document[part].flatten(0, 1) if any(self.divided[part]) else None
-        g, beta, start, end, total = (
-            x[part].flatten(0, 1) for x in (self.g, self.beta, self.from_start, self.to_end, self.total)
-        )
-        return beta, Decay(g, document, start, end, total)
-
-    def apart(self, x: Tensor) -> Tensor:
-        """``[G n, ...]`` to ``[G, n, ...]``."""
-        return x.unflatten(0, (-1, self.n))
+    def apart(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``[G n, ...]`` to G tensors ``[n, ...]``."""
+        return x.unflatten(0, (-1, self.n)).unbind()
 
     def start(self) -> Tensor:
-        """The state before the first chunk, ``[n, dk, dv]``."""
+        """A copy of the state before the first chunk, ``[n, dk, dv]``."""
         state = self.inputs.initial_state
-        if state is None:
-            return self.empty(self.n, self.dk, self.dv).zero_()
-        return state.to(self.work).reshape(self.n, self.dk, self.dv)
-
-
-class Kept(NamedTuple):
-    """What a backward pass reads besides the inputs, per chunk; ``chunked`` keeps the states alone."""
-
-    states: Tensor  # [N, n, dk, dv], before each chunk
-    d: Tensor  # [N, n, C, C]
-    pa: Tensor  # [N, n, 2C, C]
-    inverse: Tensor  # [N, n, C, C]
-    u: Tensor  # [N, n, C, dv]
-    w: Tensor  # [N, n, C, dk]
-
-
-def kept_shapes(inputs: Inputs, size: int, states: bool, fat: bool) -> list[tuple[int, ...]]:
-    """Shapes of :class:`Kept`; what is not kept has no elements."""
-    batch, length, heads, dk = inputs.q.shape
-    dv, count, n = inputs.v.shape[-1], (length + size - 1) // size, batch * heads
-    rest = [(size, size), (2 * size, size), (size, size), (size, dv), (size, dk)]
-    return [
-        (count if states else 0, n, dk, dv),
-        *((count if fat else 0, n, *shape) for shape in rest),
-    ]
-
-
-def _carry(state: Tensor, passing: Tensor | None, index: int) -> Tensor:
-    return state if passing is None else torch.where(passing[index][:, None, None], state, 0)
-
-
-def run_forward(
-    inputs: Inputs, size: int, save: bool, fat: bool, passing: Tensor | None = None
-) -> tuple[Tensor, Tensor, Kept]:
-    """O, the final state, and what is kept.
-
-    ``passing``, bool ``[N + 1, n]``, where given: whether a state goes on past a chunk's edge, or is replaced by zeros.
-    """
-    rows, fat = Rows(inputs, size), fat and save
-    o = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
-    kept = Kept(*(inputs.q.new_empty(shape, dtype=rows.work) for shape in kept_shapes(inputs, size, save, fat)))
-    state = rows.start()
-    for group in rows.groups():
-        part = slice(group.start, group.stop)
-        beta, decay = rows.gates(group)
-        qk = rows.qk(group)
-        pairs = chunk.relate(qk, beta, decay)
-        solved = chunk.solve(qk, rows.values(inputs.v, group), beta, decay, pairs.inverse)
-        seen, total = rows.apart(qk[:, size:] * decay.to_end[..., None]), rows.total[part, :, None, None]
-        u0, w = (rows.apart(x) for x in solved)
-        u = kept.u[part] if fat else rows.empty(len(group), rows.n, size, rows.dv)
-        states = kept.states[part] if save else rows.empty(len(group), rows.n, rows.dk, rows.dv)
-        for i, index in enumerate(group):
-            states[i] = _carry(state, passing, index)
-            torch.baddbmm(u0[i], w[i], states[i], alpha=-1, out=u[i])
-            state = torch.baddbmm(states[i] * total[i], seen[i].mT, u[i])
-        rows.paste(chunk.output(qk, decay, pairs, u.flatten(0, 1), states.flatten(0, 1)), group, o)
-        if fat:
-            for store, value in zip((kept.d, kept.pa, kept.inverse, kept.w), (*pairs, solved.w), strict=True):
-                store[part] = rows.apart(value)
-    return o, state.reshape(rows.batch, rows.heads, rows.dk, rows.dv).clone(), kept
-
-
-def _written(
-    rows: Rows, group: range, kept: Kept, fat: bool, qk: Tensor, v: Tensor, beta: Tensor, decay: Decay
-) -> tuple[Pairs, Tensor, Tensor]:
-    """A group's pairs, U and W: found kept, or worked out again from the states."""
-    part = slice(group.start, group.stop)
-    if fat:
-        d, pa, inverse, u, w = (x[part].flatten(0, 1) for x in kept[1:])
-        return Pairs(d, pa, inverse), u, w
-    pairs = chunk.relate(qk, beta, decay)
-    solved: Solved = chunk.solve(qk, v, beta, decay, pairs.inverse)
-    return pairs, torch.baddbmm(solved.u0, solved.w, kept.states[part].flatten(0, 1), alpha=-1), solved.w
-
-
-def run_backward(
-    inputs: Inputs,
-    size: int,
-    kept: Kept,
-    fat: bool,
-    grad_o: Tensor,
-    grad_final_state: Tensor,
-    passing: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Gradients of the five inputs and of the initial state; ``passing`` as in :func:`run_forward`."""
-    rows = Rows(inputs, size)
-    q, k, v, log_alpha, beta_input = inputs[:5]
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    grad_g, grad_beta = torch.empty_like(rows.g), torch.empty_like(rows.beta)
-    grad_state = grad_final_state.to(rows.work).reshape(rows.n, rows.dk, rows.dv)
-    for group in reversed(rows.groups()):
-        part = slice(group.start, group.stop)
-        beta, decay = rows.gates(group)
-        qk, values, out = rows.qk(group), rows.values(v, group), rows.values(grad_o, group)
-        pairs, u, w = _written(rows, group, kept, fat, qk, values, beta, decay)
-        grad_u, by_output = (rows.apart(x) for x in chunk.local_gradients(qk, decay, pairs, out))
-        seen, total = rows.apart(qk[:, size:] * decay.to_end[..., None]), rows.total[part, :, None, None]
-        turned, after = rows.apart(w).mT, rows.empty(len(group), rows.n, rows.dk, rows.dv)
-        for i, index in reversed(list(enumerate(group))):
-            after[i] = _carry(grad_state, passing, index + 1)
-            grad_u[i].baddbmm_(seen[i], after[i])
-            grad_state = torch.addcmul(by_output[i], after[i], total[i]).baddbmm_(turned[i], grad_u[i], alpha=-1)
-        state = kept.states[part].flatten(0, 1)
-        ends = out, grad_u.flatten(0, 1), after.flatten(0, 1)
-        grad = chunk.backward(qk, values, beta, decay, pairs, u, state, *ends)
-        for value, target in zip((grad.q, grad.k, grad.v), grads, strict=True):
-            rows.paste(value, group, target)
-        grad_g[part], grad_beta[part] = rows.apart(grad.g), rows.apart(grad.beta)
-    return (
-        *grads,
-        rows.unscalars(rows.grad_log_alpha(grad_g), log_alpha),
-        rows.unscalars(grad_beta, beta_input),
-        grad_state.reshape(rows.batch, rows.heads, rows.dk, rows.dv).clone(),
-    )
+        out = self.empty(self.n, self.dk, self.dv)
+        return out.zero_() if state is None else out.copy_(state.reshape(out.shape))
