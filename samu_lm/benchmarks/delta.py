@@ -25,11 +25,12 @@ from torch import Tensor
 from samu_lm.benchmarks import delta_cases as cases
 from samu_lm.benchmarks.arguments import check_output, check_positive
 from samu_lm.benchmarks.delta_cases import MIB, MODES, NAMES, Timed
+from samu_lm.benchmarks.delta_table import JAX, table
+from samu_lm.benchmarks.report import write_json, write_table
 from samu_lm.environment import environment
 from samu_lm.errors import ConfigError
 from samu_lm.ops.gated_delta import CHUNK_SIZES, IMPLEMENTATIONS
 
-JAX = "jax_chunked"
 # Autograd through the token loop keeps several states a token; beyond this many bytes of states the row is left out.
 _MOST_STATES = 2**30
 
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale", action="store_true", help="on a GPU: ssd and chunked, bf16, B=1 T=32768 H=16 d=128, with ceilings"
     )
-    parser.add_argument("--output", type=Path, default=Path("delta.json"))
+    parser.add_argument("--output", type=Path, default=Path("delta.json"), help="JSON; table (.md) beside")
 
 
 def _too_slow(args: argparse.Namespace, impl: str, mode: str, seq: int, d: int) -> bool:
@@ -167,10 +168,6 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError("--jax", True, "JAX is not installed; pip install 'samu-lm[bench]'") from None
 
 
-def _write(path: Path, result: dict[str, Any]) -> None:
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
 def _measure_table(args: argparse.Namespace) -> None:
     """All shapes; what is measured so far is written after each."""
     synchronize = torch.cuda.synchronize if args.device == "cuda" else (lambda: None)
@@ -191,7 +188,9 @@ def _measure_table(args: argparse.Namespace) -> None:
                 results.append(row)
                 print(json.dumps({key: value for key, value in row.items() if key != "samples_ms"}), flush=True)
             load.append(os.getloadavg()[0])
-            _write(args.output, {"device": device, "config": config, "results": results})
+            result = {"device": device, "config": config, "results": results}
+            write_json(args.output, result)
+    write_table(args.output, table(result))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -201,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     if args.scale:
         from samu_lm.benchmarks.delta_scale import measure
 
-        _write(args.output, {"environment": environment(), **measure(args.repeats)})
+        write_json(args.output, {"environment": environment(), **measure(args.repeats)})
     else:
         _measure_table(args)
     return 0

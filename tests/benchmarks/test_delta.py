@@ -12,6 +12,7 @@ import torch
 
 from samu_lm.benchmarks import delta, delta_scale
 from samu_lm.benchmarks.delta_cases import NAMES, peak_bytes
+from samu_lm.benchmarks.delta_table import table
 from samu_lm.errors import ConfigError
 
 
@@ -47,6 +48,9 @@ def test_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {impl: rows[impl, "fwd_bwd"]["residual_mb"] for impl in ("recurrent", "chunked", "chunked_fat")}
     assert kept["chunked"] == 2 * 16 * 16 * 4 / 2**20
     assert kept["chunked"] < kept["chunked_fat"] < kept["recurrent"]
+    text = (tmp_path / "new" / "delta.md").read_text()
+    assert text == table(result)
+    assert text.count("\n| ") == 1 + len(rows)  # the header, and a line per row
 
 
 def test_jax_computes_the_same(tmp_path: Path) -> None:
@@ -55,6 +59,44 @@ def test_jax_computes_the_same(tmp_path: Path) -> None:
     rows = [row for row in result["results"] if row["impl"] == delta.JAX]
     assert [row["mode"] for row in rows] == ["fwd", "fwd_bwd"]
     assert all(row["rel_err"] < 1e-6 for row in rows)
+
+
+def _result(*rows: dict[str, Any]) -> dict[str, Any]:
+    device = {
+        "devices": [], "cores": 2, "cpu_threads": 2, "platform": "Linux", "packages": {"torch": "2.9"}, "jax": "0.8",
+        "load_average": [0.5, 1.25], "command": ["python", "__main__.py", "bench", "delta"],
+    }  # fmt: skip
+    config = {"batch": 2, "heads": 8, "dtypes": ["float32"], "chunk_sizes": [64], "repeats": 7}
+    return {"device": device, "config": config, "results": list(rows)}
+
+
+def _timed(impl: str, mode: str, median: float, **more: Any) -> dict[str, Any]:
+    times = {"median_ms": median, "q1_ms": median - 1, "q3_ms": median + 1, "cpu_ms": 2 * median, "rel_err": 2.5e-7}
+    return {"impl": impl, "mode": mode, "seq": 2048, "dk": 64, **times, **more}
+
+
+def test_table_by_hand() -> None:
+    result = _result(
+        _timed("recurrent", "fwd", 30.0, xla_temp_mb=32.5),
+        _timed("chunked", "fwd", 10.0, xla_temp_mb=9.84),
+        _timed("jax_chunked", "fwd", 12.5),
+        {"impl": "ssd", "mode": "fwd", "seq": 2048, "dk": 64, "error": "RuntimeError: no accelerator"},
+        _timed("recurrent", "fwd_bwd", 400.0, residual_mb=1568.375, xla_temp_mb=1577.4),
+        _timed("chunked", "fwd_bwd", 40.0, residual_mb=8.0, xla_temp_mb=32.6),
+    )
+    lines = table(result).splitlines()
+    assert lines[0] == "2 cores, 2 threads; Linux; torch 2.9, jax 0.8; load average 0.50, 1.25; `samu-lm bench delta`"
+    assert lines[4].startswith(
+        "| impl | mode | T | d | median ms (quartiles) | CPU ms | temporaries MiB | residual MiB"
+    )
+    assert lines[6] == "| recurrent | fwd | 2,048 | 64 | 30.00 (29.00 to 31.00) | 60.00 | 32.5 |  | 2.5e-07 |"
+    assert lines[8] == "| jax_chunked | fwd | 2,048 | 64 | 12.50 (11.50 to 13.50) | 25.00 |  |  | 2.5e-07 |"
+    assert lines[9] == "| ssd | fwd | 2,048 | 64 | RuntimeError: no accelerator |  |  |  |  |"
+    assert lines[-1] == "- T = 2,048, d = 64: recurrent/chunked fwd 3.00, fwd_bwd 10.00; jax/chunked fwd 1.25"
+
+
+def test_table_without_others_has_no_ratios() -> None:
+    assert table(_result(_timed("chunked", "fwd", 10.0))).endswith("| 2.5e-07 |\n")
 
 
 def test_rows_too_slow_are_left_out() -> None:
