@@ -22,7 +22,7 @@ def matmul_rate(size: int = 8192) -> float:
 
 
 def chunk_flops(c: int, dk: int, dv: int) -> tuple[int, int]:
-    """FLOPs in matrix products of one chunk and head, forward and backward, as ``chunk.py`` multiplies them out.
+    """FLOPs in matrix products of one chunk and head, forward and backward, as ``ssd`` multiplies them out.
 
     The triangular inverse counts as a third of a product of C x C matrices.
     """

@@ -82,7 +82,8 @@ def gated_delta_rule(
         initial_state: ``[B, H, dk, dv]``; the row then continues.
         output_final_state: return the state after the last token.
         implementation: ``recurrent``, ``chunked``, ``chunked_fat`` or ``ssd``.
-        chunk_size: tokens per chunk, 16, 32, 64 or 128 (``recurrent`` has none).
+        chunk_size: tokens per chunk, 16, 32, 64 or 128: ``chunked`` keeps the state before each for its backward pass
+            (``recurrent`` has none).
 
     Returns:
         ``(o, final_state)``: o ``[B, T, H, dv]`` in v's dtype; final_state ``[B, H, dk, dv]``, float32 (float64 for

@@ -1,7 +1,7 @@
 """``chunked`` and ``chunked_fat`` as differentiable ops over the passes of ``passes.py``.
 
-``chunked`` keeps the state before every chunk for its backward pass and nothing else; ``chunked_fat`` also keeps what
-relates the tokens of a chunk and what they write: six tensors of the size of a chunk in all.
+``chunked`` keeps the state before every chunk for its backward pass and nothing else; ``chunked_fat`` also keeps the
+states inside chunks, what relates their tokens and what these write.
 
 Shapes: as in ``reference.py``; N chunks of C tokens, n = B H.
 """

@@ -60,16 +60,19 @@ class _Part:
         """What is kept, mine at this part's states and tokens; zeros elsewhere where ``others`` is None."""
         count, n = mine.states.shape[:2]
         batch = self.tokens.shape[0]
-        by_state = self.states.repeat_interleave(n // batch, 1)[:count]
-        padded = torch.nn.functional.pad(self.tokens, (0, len(self.states) * size - self.tokens.shape[1]))
-        by_token = padded.view(batch, -1, size).transpose(0, 1).repeat_interleave(n // batch, 1)
+        by_state = self.states.repeat_interleave(n // batch, 1)
+        inner = passes.inner_chunk(size)
+        if count < len(by_state):  # those between the caller's chunks are not kept
+            by_state = by_state[:: size // inner][:count]
+        padded = torch.nn.functional.pad(self.tokens, (0, len(self.states) * inner - self.tokens.shape[1]))
+        by_token = padded.view(batch, -1, inner).transpose(0, 1).repeat_interleave(n // batch, 1)
         merged = []
         for index, value in enumerate(mine):
             other = torch.zeros((), dtype=value.dtype, device=value.device) if others is None else others[index]
             if value.shape[0] == 0:
                 merged.append(value)
                 continue
-            select = by_state[..., None] if index == 0 else by_token.repeat(1, 1, value.shape[2] // size)
+            select = by_state[..., None] if index == 0 else by_token.repeat(1, 1, value.shape[2] // inner)
             merged.append(torch.where(select[..., None], value, other))
         return Kept(*merged)
 
@@ -78,6 +81,7 @@ def _parts(inputs: Inputs, size: int) -> list[_Part]:
     assert inputs.first is not None
     # Number of each token's document, from the state before the row (0) on.
     document = torch.nn.functional.pad(inputs.first.cumsum(1), (1, 0))
+    size = passes.inner_chunk(size)
     ends = torch.cat([document[:, size::size], document[:, -1:]], 1)
     starts = document[:, :-1:size]
     parts = int((ends[:, : starts.shape[1]] - starts).max()) + 1

@@ -1,13 +1,16 @@
 """The forward and backward passes of ``chunked`` and ``chunked_fat`` over whole rows.
 
-What does not depend on the state is worked out for a group of chunks at once, the state chunk by chunk. The backward
-pass reads the state before every chunk; what else it needs it works out again, or finds kept.
+What does not depend on the state is worked out for a group of chunks at once, the state chunk by chunk. Products within
+a chunk grow with the square of its tokens, so a chunk that the caller asks for is worked on in inner ones of at most 32
+tokens: N and C count those. The backward pass reads the states between the caller's chunks and works out those in
+between, and all else, again; or finds everything kept.
 
 Shapes: as in ``rows.py``; a group has G chunks, ``[G n, ...]``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,9 +21,17 @@ from samu_lm.ops.gated_delta.chunk import Gates, Grads, Pairs
 from samu_lm.ops.gated_delta.inverse import UnitLowerInverse
 from samu_lm.ops.gated_delta.rows import Inputs, Rows
 
+# Products within a chunk of 64 take twice the time of those within its halves, and shorter ones make more calls.
+_INNER = 32
+
+
+def inner_chunk(size: int) -> int:
+    """Tokens of a chunk that is worked on as one, where the caller's have ``size``."""
+    return min(size, _INNER)
+
 
 class Kept(NamedTuple):
-    """What a backward pass reads besides the inputs, per chunk; ``chunked`` keeps the states alone."""
+    """What a backward pass reads besides the inputs; ``chunked`` keeps the states alone, one per caller's chunk."""
 
     states: Tensor  # [N, n, dk, dv], before each chunk
     d: Tensor  # [N, n, C, C]
@@ -33,8 +44,9 @@ class Kept(NamedTuple):
 def kept_shapes(inputs: Inputs, size: int, states: bool, fat: bool) -> list[tuple[int, ...]]:
     """Shapes of :class:`Kept`; what is not kept has no elements."""
     batch, length, heads, dk = inputs.q.shape
-    dv, count, n = inputs.v.shape[-1], (length + size - 1) // size, batch * heads
-    rest = [(size, size)] * 4 + [(size, dv)]
+    inner, dv, n = inner_chunk(size), inputs.v.shape[-1], batch * heads
+    count = -(-length // (inner if fat else size))
+    rest = [(inner, inner)] * 4 + [(inner, dv)]
     return [
         (count if states else 0, n, dk, dv),
         *((count if fat else 0, n, *shape) for shape in rest),
@@ -67,6 +79,33 @@ class _Solver:
         return chunk.relate(q, k, gates, self.inverses[len(q)], spare, out)
 
 
+def _advance(
+    rows: Rows,
+    group: range,
+    gates: Gates,
+    operands: tuple[Tensor, Tensor, Tensor],
+    written: tuple[Tensor, Tensor],
+    states: Sequence[tuple[Tensor, Tensor | None]],
+    passing: Tensor | None,
+) -> None:
+    """The states chunk by chunk, and with them all that the tokens write.
+
+    ``operands`` are beta exp(g) K, exp(g_C - g) K and X; ``written`` R, at first beta V, and U; ``states`` the ones
+    before and after each chunk, None where that one is known.
+    """
+    into, to_end, inverse = operands
+    steps = zip(
+        group, states, gates.total,
+        *(rows.apart(x) for x in (into, to_end.mT, inverse, *written)), strict=True,
+    )  # fmt: skip
+    for index, (before, after), total, k_into, k_end, inverse_part, r, u in steps:
+        if passing is not None:
+            before.masked_fill_(~passing[index][:, None, None], 0)
+        torch.bmm(inverse_part, r.baddbmm_(k_into, before, alpha=-1), out=u)
+        if after is not None:
+            torch.mul(before, total, out=after).baddbmm_(k_end, u)
+
+
 def run_forward(
     inputs: Inputs, size: int, save: bool, fat: bool, passing: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Kept]:
@@ -74,39 +113,36 @@ def run_forward(
 
     ``passing``, bool ``[N + 1, n]``, where given: whether a state goes on past a chunk's edge, or is replaced by zeros.
     """
-    rows, fat = Rows(inputs, size), fat and save
-    key, value = (size, rows.dk), (size, rows.dv)
+    inner, fat = inner_chunk(size), fat and save
+    multiple = size // inner
+    rows = Rows(inputs, inner, multiple)
+    key, value, square = (inner, rows.dk), (inner, rows.dv), (inner, inner)
     o = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     kept = Kept(*(rows.empty(*shape) for shape in kept_shapes(inputs, size, save, fat)))
     kept.inverse.zero_()
-    solver, whole = _Solver(rows, kept if fat else None), rows.carve(key, key, key, value, (size, size))
-    own_states = None if save else rows.carve((rows.dk, rows.dv))[0]
+    solver = _Solver(rows, kept if fat else None)
+    whole = rows.carve(key, key, key, value, square, (0 if fat else rows.dk, rows.dv))
     state = rows.start()
     tokens = (rows.tokens(x) for x in (*inputs[:3], o))
-    for group, gates, q, k, v, out in zip(rows.groups(), rows.gates(), *tokens, strict=True):
-        many = len(group) * rows.n
-        work_q, work_k, into, r, spare = (x[:many] for x in whole)
-        states = own_states[:many] if own_states is not None else kept.states[group.start : group.stop].flatten(0, 1)
-        rows.cut(q, work_q)
-        rows.cut(k, work_k)
+    for group, gates, *sources, out in zip(rows.groups(), rows.gates(), *tokens, strict=True):
+        q, k, into, r, spare, own_states = (x[: len(group) * rows.n] for x in whole)
+        states = kept.states[group.start : group.stop].flatten(0, 1) if fat else own_states
+        for source, store in zip(sources, (q, k, r), strict=True):
+            rows.cut(source, store)
         stores, u = solver.stores(group)
-        pairs = solver.relate(work_q, work_k, gates, spare, stores)
-        rows.cut(v, r).mul_(gates.beta)
-        torch.mul(work_k, gates.through, out=into)
-        work_q.mul_(gates.from_start)
-        work_k.mul_(gates.to_end)
-        befores = rows.apart(states)
-        befores[0].copy_(state)
-        steps = zip(
-            group, befores, (*befores[1:], state), gates.total,
-            *(rows.apart(x) for x in (into, work_k.mT, r, pairs.inverse, u)), strict=True,
-        )  # fmt: skip
-        for index, before, after, total, k_into, k_end, r_part, inverse, u_part in steps:
-            if passing is not None:
-                before.masked_fill_(~passing[index][:, None, None], 0)
-            torch.bmm(inverse, r_part.baddbmm_(k_into, before, alpha=-1), out=u_part)
-            torch.mul(before, total, out=after).baddbmm_(k_end, u_part)
-        rows.paste(torch.bmm(work_q, states, out=r).baddbmm_(pairs.p, u), out)
+        pairs = solver.relate(q, k, gates, spare, stores)
+        r.mul_(gates.beta)
+        torch.mul(k, gates.through, out=into)
+        q.mul_(gates.from_start)
+        k.mul_(gates.to_end)
+        before = rows.apart(states)
+        before[0].copy_(state)
+        edges = list(zip(before, (*before[1:], state), strict=True))
+        _advance(rows, group, gates, (into, k, pairs.inverse), (r, u), edges, passing)
+        if save and not fat:
+            kept_part = kept.states[group.start // multiple : -(-group.stop // multiple)]
+            kept_part.copy_(states.unflatten(0, (-1, rows.n))[::multiple])
+        rows.paste(torch.bmm(q, states, out=r).baddbmm_(pairs.p, u), out)
     return o, state.view(rows.batch, rows.heads, rows.dk, rows.dv), kept
 
 
@@ -148,12 +184,20 @@ def run_backward(
     passing: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of the five inputs and of the initial state; ``passing`` as in :func:`run_forward`."""
-    rows = Rows(inputs, size)
+    inner = inner_chunk(size)
+    multiple = size // inner
+    rows = Rows(inputs, inner, multiple)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
     grad_g, grad_beta = torch.empty_like(rows.g), torch.empty_like(rows.beta)
     through_total = torch.empty_like(rows.total)
-    solver, key, value, square = _Solver(rows, kept if fat else None), (size, rows.dk), (size, rows.dv), (size, size)
-    whole = rows.carve(key, key, value, value, key, key, value, value, key, key, *[square] * 4)
+    solver, key, value, square = (
+        _Solver(rows, kept if fat else None),
+        (inner, rows.dk),
+        (inner, rows.dv),
+        (inner, inner),
+    )
+    own_states = (0 if fat else rows.dk, rows.dv)
+    whole = rows.carve(key, key, value, value, key, key, value, value, key, key, *[square] * 4, own_states)
     # Gradients of the states before a group's chunks, and of the one after it.
     edges = rows.empty(min(rows.together, rows.count) + 1, rows.n, rows.dk, rows.dv)
     edges[0] = grad_final_state.reshape(edges[0].shape)
@@ -161,17 +205,23 @@ def run_backward(
     work = list(zip(rows.groups(), rows.gates(), tokens, strict=True))
     for group, gates, (*sources, to_q, to_k, to_v) in reversed(work):
         part, many = slice(group.start, group.stop), len(group) * rows.n
-        q, k, v, o, into, to_end, of_u, minus_r, of_q, of_k, of_qk, of_kk, *spare = (x[:many] for x in whole)
+        q, k, v, o, into, to_end, of_u, minus_r, of_q, of_k, of_qk, of_kk, *spare, states = (x[:many] for x in whole)
         for source, store in zip(sources, (q, k, v, o), strict=True):
             rows.cut(source, store)
         torch.mul(k, gates.through, out=into)
         torch.mul(k, gates.to_end, out=to_end)
-        states = kept.states[part].flatten(0, 1)
         pairs, u = solver.stores(group)
-        if not fat:
+        if fat:
+            states = kept.states[part].flatten(0, 1)
+        else:
             solver.relate(q, k, gates, spare[0], pairs)
+            known = kept.states[group.start // multiple : -(-group.stop // multiple)]
+            states.unflatten(0, (-1, rows.n))[::multiple].copy_(known)
+            before = rows.apart(states)
+            after = [x if i % multiple else None for i, x in enumerate(before)][1:]
             r = torch.mul(v, gates.beta, out=minus_r)  # its gradient comes later
-            torch.bmm(pairs.inverse, r.baddbmm_(into, states, alpha=-1), out=u)
+            ends = list(zip(before, [*after, None], strict=True))
+            _advance(rows, group, gates, (into, to_end, pairs.inverse), (r, u), ends, passing)
         edges[len(group)] = edges[0]
         of_group = Grads(o, of_u, minus_r, of_q, of_k, of_qk, of_kk)
         chunk.local_gradients(q, gates, pairs, u, of_group, edges[: len(group)].flatten(0, 1))

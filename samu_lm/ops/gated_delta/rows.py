@@ -7,6 +7,7 @@ Shapes: as in ``reference.py``; N chunks of C tokens, the last one filled up wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,8 +18,8 @@ from samu_lm.ops.gated_delta.chunk import Decay, Gates
 from samu_lm.ops.gated_delta.reference import drops, work_dtype
 
 SMALLEST_CHUNK = 16
-# Entries of the C x C matrices that are worked out in one go: 512 KiB of float32, so that they stay in cache.
-_ELEMENTS_TOGETHER = 2**17
+# Tokens of all rows and heads that are worked on in one go: at 64 channels a tensor of theirs is 512 KiB of float32.
+_TOKENS_TOGETHER = 2048
 # exp of it is 0 in float64 too; sums of anything lower would swallow the decays of later tokens.
 _LOWEST_LOG_ALPHA = -1000.0
 
@@ -56,13 +57,14 @@ def _segmented_sum(x: Tensor, starts: Tensor) -> Tensor:
 class Rows:
     """Rows cut into chunks: small per-token tensors prepared at once, the large ones cut one group at a time."""
 
-    def __init__(self, inputs: Inputs, size: int) -> None:
+    def __init__(self, inputs: Inputs, size: int, multiple: int = 1) -> None:
+        """Groups of chunks of ``size`` tokens start at a multiple of ``multiple`` chunks."""
         q, v = inputs.q, inputs.v
         self.inputs, self.size, self.work = inputs, size, work_dtype(q)
         self.batch, self.length, self.heads, self.dk = q.shape
         self.dv, self.n = v.shape[-1], q.shape[0] * q.shape[2]
         self.count = -(-self.length // size)
-        self.together = max(1, _ELEMENTS_TOGETHER // (self.n * size * size))
+        self.together = max(1, _TOKENS_TOGETHER // (self.n * size * multiple)) * multiple
         starts = self.scalars(drops(inputs.log_alpha, inputs.first), torch.bool)
         log_alpha = self.scalars(inputs.log_alpha, torch.float64).clamp(min=_LOWEST_LOG_ALPHA)
         g = _segmented_sum(log_alpha.masked_fill(starts, 0), starts)
@@ -98,10 +100,9 @@ class Rows:
         )  # a first token's is not read
 
     def groups(self) -> list[range]:
-        """Chunks that are related together: as few calls as the cache allows; an unfilled last chunk stays alone."""
-        full = self.length // self.size
-        groups = [range(start, min(start + self.together, full)) for start in range(0, full, self.together)]
-        return groups if full == self.count else [*groups, range(full, self.count)]
+        """Chunks that are worked on together: as few calls as the cache allows."""
+        starts = range(0, self.count, self.together)
+        return [range(start, min(start + self.together, self.count)) for start in starts]
 
     def carve(self, *shapes: tuple[int, int]) -> list[Tensor]:
         """Work tensors ``[G n, *shape]`` for the largest group, side by side in one allocation.
@@ -113,24 +114,36 @@ class Rows:
         parts = self.empty(sum(sizes)).split(sizes)
         return [part.view(leading, *shape) for part, shape in zip(parts, shapes, strict=True)]
 
-    def tokens(self, x: Tensor) -> list[Tensor]:
-        """Each group's tokens of ``[B, T, H, d]``: views ``[G, B, H, C or the rest, d]``."""
+    def tokens(self, x: Tensor) -> list[list[Tensor]]:
+        """Each group's tokens of ``[B, T, H, d]``: a view ``[G, B, H, C, d]``, and one of an unfilled chunk's."""
         full = self.length // self.size
-        filled, rest = x[:, : full * self.size], x[:, full * self.size :]
-        views = filled.unflatten(1, (full, self.size)).permute(1, 0, 3, 2, 4).split(self.together)
-        return [*(views if full else ()), *([rest.transpose(1, 2)[None]] if full < self.count else [])]
+        result = []
+        for group in self.groups():
+            filled = range(group.start, min(group.stop, full))
+            part = x[:, filled.start * self.size : filled.stop * self.size]
+            views = [part.unflatten(1, (len(filled), self.size)).permute(1, 0, 3, 2, 4)] if filled else []
+            result.append([*views, x[:, full * self.size :].transpose(1, 2)[None]] if group.stop > full else views)
+        return result
 
-    def cut(self, tokens: Tensor, out: Tensor) -> Tensor:
-        """Copies :meth:`tokens` to ``[G n, C, d]``."""
-        length = tokens.shape[3]
-        out.view(*tokens.shape[:3], self.size, -1)[:, :, :, :length].copy_(tokens)
-        if length < self.size:
-            out[:, length:] = 0
+    def cut(self, tokens: list[Tensor], out: Tensor) -> Tensor:
+        """Copies :meth:`tokens` to ``[G n, C, d]``; zeros where a chunk is not filled."""
+        chunks = out.view(-1, self.batch, self.heads, self.size, out.shape[-1])
+        for part, view in self._parts(chunks, tokens):
+            part.copy_(view)
+        if (length := tokens[-1].shape[3]) < self.size:
+            chunks[-1, :, :, length:] = 0
         return out
 
-    def paste(self, x: Tensor, tokens: Tensor) -> None:
+    def paste(self, x: Tensor, tokens: list[Tensor]) -> None:
         """Copies ``[G n, C, d]`` to :meth:`tokens`."""
-        tokens.copy_(x.view(*tokens.shape[:3], self.size, -1)[:, :, :, : tokens.shape[3]])
+        for part, view in self._parts(x.view(-1, self.batch, self.heads, self.size, x.shape[-1]), tokens):
+            view.copy_(part)
+
+    def _parts(self, chunks: Tensor, tokens: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        start = 0
+        for view in tokens:
+            yield chunks[start : start + len(view), :, :, : view.shape[3]], view
+            start += len(view)
 
     def empty(self, *sizes: int) -> Tensor:
         """A work tensor."""
