@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samu_lm.ops import gated_delta_rule
-from samu_lm.ops.gated_delta import chunked
+from samu_lm.ops.gated_delta import chunked, rows
 from samu_lm.ops.gated_delta.inverse import UnitLowerInverse
 from tests.ops.gated_delta.oracle import compare, delta_loop, draw
 from tests.ops.support import random_reset, relative_error
@@ -54,6 +54,18 @@ def test_against_the_loop(
 @pytest.mark.parametrize("implementation", ["chunked", "chunked_fat"])
 def test_at_the_size_of_the_benchmark(implementation: str) -> None:
     compare(draw(1, 256, 2, 64, 64), implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["chunked", "chunked_fat"])
+@pytest.mark.parametrize("chunk_size", [16, 64, 128])
+@pytest.mark.parametrize("length", [96, 129, 200, 256])
+def test_in_many_groups(implementation: str, chunk_size: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few chunks at a time as there may be, the last of them filled or not."""
+    monkeypatch.setattr(rows, "_TOKENS_TOGETHER", 1)
+    reset = random_reset(2, length, 0.03)
+    reset[:, 0] = False
+    state = torch.randn(2, 2, 8, 12).requires_grad_()
+    compare(draw(2, length, 2, 8, 12), reset, state, implementation=implementation, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])

@@ -19,10 +19,16 @@ HEADS, DK, DV = 2, 8, 4
 
 
 def _run(
-    inputs: dict[str, Tensor], implementation: str, reset: Tensor | None, cotangent: Tensor, state: Tensor | None = None
+    inputs: dict[str, Tensor],
+    implementation: str,
+    reset: Tensor | None,
+    cotangent: Tensor,
+    state: Tensor | None = None,
+    chunk_size: int = 16,
 ) -> dict[str, Tensor]:
     """o and the gradients of all per-token inputs."""
-    o, _ = gated_delta_rule(**inputs, reset=reset, initial_state=state, implementation=implementation, chunk_size=16)
+    call = {"implementation": implementation, "chunk_size": chunk_size}
+    o, _ = gated_delta_rule(**inputs, reset=reset, initial_state=state, **call)
     return {"o": o, **dict(zip(inputs, torch.autograd.grad(o, list(inputs.values()), cotangent), strict=True))}
 
 
@@ -63,8 +69,10 @@ def test_leak_probe(implementation: str, lengths: list[int], data: st.DataObject
     for name in changed:
         changed[name][:, start:stop] += poison
     cotangent, reset = torch.randn(1, sum(lengths), HEADS, DV), reset_of_lengths(lengths)
-    before = _run(inputs, implementation, reset, cotangent)
-    after = _run({name: x.requires_grad_() for name, x in changed.items()}, implementation, reset, cotangent)
+    chunk_size = data.draw(st.sampled_from([16, 64, 128]), label="chunk_size")
+    before = _run(inputs, implementation, reset, cotangent, None, chunk_size)
+    changed = {name: x.requires_grad_() for name, x in changed.items()}
+    after = _run(changed, implementation, reset, cotangent, None, chunk_size)
     outside = torch.ones(sum(lengths), dtype=torch.bool)
     outside[start:stop] = False
     for name, value in before.items():
