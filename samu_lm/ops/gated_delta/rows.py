@@ -18,8 +18,8 @@ from samu_lm.ops.gated_delta.chunk import Decay, Gates
 from samu_lm.ops.gated_delta.reference import drops, work_dtype
 
 SMALLEST_CHUNK = 16
-# Tokens of all rows and heads that are worked on in one go: at 64 channels a tensor of theirs is 512 KiB of float32.
-_TOKENS_TOGETHER = 2048
+# Entries of the largest tensor of tokens that are worked on in one go: 512 KiB of float32, so that they stay in cache.
+_ELEMENTS_TOGETHER = 2**17
 # exp of it is 0 in float64 too; sums of anything lower would swallow the decays of later tokens.
 _LOWEST_LOG_ALPHA = -1000.0
 
@@ -64,7 +64,8 @@ class Rows:
         self.batch, self.length, self.heads, self.dk = q.shape
         self.dv, self.n = v.shape[-1], q.shape[0] * q.shape[2]
         self.count = -(-self.length // size)
-        self.together = max(1, _TOKENS_TOGETHER // (self.n * size * multiple)) * multiple
+        elements = self.n * size * max(self.dk, self.dv, size)  # of one chunk
+        self.together = max(1, _ELEMENTS_TOGETHER // (elements * multiple)) * multiple
         starts = self.scalars(drops(inputs.log_alpha, inputs.first), torch.bool)
         log_alpha = self.scalars(inputs.log_alpha, torch.float64).clamp(min=_LOWEST_LOG_ALPHA)
         g = _segmented_sum(log_alpha.masked_fill(starts, 0), starts)

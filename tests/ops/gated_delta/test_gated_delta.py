@@ -61,7 +61,7 @@ def test_at_the_size_of_the_benchmark(implementation: str) -> None:
 @pytest.mark.parametrize("length", [96, 129, 200, 256])
 def test_in_many_groups(implementation: str, chunk_size: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As few chunks at a time as there may be, the last of them filled or not."""
-    monkeypatch.setattr(rows, "_TOKENS_TOGETHER", 1)
+    monkeypatch.setattr(rows, "_ELEMENTS_TOGETHER", 1)
     reset = random_reset(2, length, 0.03)
     reset[:, 0] = False
     state = torch.randn(2, 2, 8, 12).requires_grad_()
