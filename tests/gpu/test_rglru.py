@@ -93,6 +93,7 @@ def test_documents_do_not_recompile() -> None:
     """Compiled without a break, once; documents change, the graph does not; values are the eager call's."""
     inputs = draw((2, 512, 1024), torch.bfloat16, "cuda")
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
     def call(x: Tensor, reset: Tensor) -> Tensor:
         y, _ = rglru_mixer(x, *(inputs[n] for n in NAMES[1:]), reset=reset, backend="triton")
