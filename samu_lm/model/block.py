@@ -133,13 +133,13 @@ class RecurrentBlock(nn.Module):
         if spare == "all":
             recurrent = checkpoint(self._recur, x, reset, use_reentrant=False)
             if isinstance(self.mixer, GatedDelta):
-                return _in_pieces(self._add_mlp, x + recurrent)
-            return _in_pieces(self._combine_spared, x, recurrent)
+                return in_pieces(self._add_mlp, x + recurrent)
+            return in_pieces(self._combine_spared, x, recurrent)
         spared = spare == "outer"
         if isinstance(self.mixer, GatedDelta):
             branch, new_state = self.mixer.mix(self.norm(x), reset, state, return_state)
             x = x + branch
-            x = _in_pieces(self._add_mlp, x) if spared else self._add_mlp(x)
+            x = in_pieces(self._add_mlp, x) if spared else self._add_mlp(x)
             return x if new_state is None else (x, new_state)
         conv_state, mixer_state = (None, None) if state is None else state
         n = None if spared else self.norm(x)
@@ -148,7 +148,7 @@ class RecurrentBlock(nn.Module):
             checkpoint(self._convolve, *before, use_reentrant=False) if spared else self._convolve(*before)
         )
         recurrent, mixer_state = self.mixer.mix(convolved, reset, mixer_state, return_state)
-        x = _in_pieces(self._combine_spared, x, recurrent) if spared else self._combine(x, n, recurrent)
+        x = in_pieces(self._combine_spared, x, recurrent) if spared else self._combine(x, n, recurrent)
         return x if mixer_state is None else (x, (conv_state, mixer_state))
 
     def compile_parts(self, **options: Any) -> None:
@@ -205,7 +205,7 @@ class RecurrentBlock(nn.Module):
         return self.mixer.recurrence_flops_per_token() + 2 * taps * channels
 
 
-def _in_pieces(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+def in_pieces(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """A checkpointed function of tokens ``[B, L, ...]``, each independent of the others, some tokens at a time."""
     length = max(1, PIECE // max(1, tensors[0].shape[0]))
     if tensors[0].shape[1] <= length:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from samu_lm.model.block import PIECE, RecurrentBlock
+from samu_lm.model.block import PIECE, RecurrentBlock, in_pieces
 from samu_lm.model.layers import RMSNorm, autocast_dtype, check_backend
 from samu_lm.model.mixers import check_mixer
 from samu_lm.model.state import ModelState
@@ -123,16 +123,17 @@ class RecurrentLM(nn.Module):
             x = x.to(autocast_dtype(x))
         states: list[tuple[Tensor, Tensor]] = []
         again = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
+        many = input_ids.numel() > PIECE  # a block's own activations would be too many at once
         for index, block in enumerate(self.blocks):
             if state is not None or return_state:
                 before = None if state is None else (state.conv[index], state.recurrent[index])
                 x, after = block(x, reset, before, True)
                 states.append(after)
-            elif again == "block" and input_ids.numel() <= PIECE:
+            elif again == "block" and not many:
                 x = checkpoint(block, x, reset, use_reentrant=False)
-            else:  # of many tokens, a block's own activations would be too many at once
+            else:
                 x = block(x, reset, spare=SPARED[again])
-        x = self.final_norm(x)
+        x = in_pieces(self._normed, x) if many and again != "none" else self._normed(x)
         if not return_state:
             return x, None
         seen = self._tokens_seen(input_ids, reset, state)
@@ -180,6 +181,10 @@ class RecurrentLM(nn.Module):
         """
         for block in self.blocks:
             cast(RecurrentBlock, block).compile_parts(**options)
+        self._normed = torch.compile(self._normed, **options)  # type: ignore[method-assign]
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.final_norm(x))
 
     # -- recurrent use -------------------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from samu_lm.ops.cross_entropy import IGNORED, cross_entropy
 CHUNK_ELEMENTS = 2**28
 # ... but in no more chunks than this.
 MOST_CHUNKS = 32
+# Tokens whose gradients are scaled at once.
+PIECE = 131_072
 
 
 class LanguageModel(Protocol):
@@ -86,8 +88,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        scaled = (grad_hidden.float() * grad).to(grad_hidden.dtype)  # the factor itself is not rounded
-        return scaled, (grad_weight * grad).to(ctx.weight_dtype), None, None, None
+        # The factor itself is not rounded; in float32 there is no more at once than a piece.
+        pieces = [(piece.float() * grad).to(piece.dtype) for piece in grad_hidden.split(PIECE)]
+        return (
+            torch.cat(pieces) if len(pieces) > 1 else pieces[0],
+            (grad_weight * grad).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+        )
 
 
 def summed_cross_entropy(
