@@ -79,7 +79,8 @@ def _spread(pending, open_, taps, dy, first, REACH: tl.constexpr, HAS_FIRST: tl.
         reached = open_[k]
         if HAS_FIRST:
             reached = reached & (first == 0)
-        grown = grown + (pending[k] + tl.where(reached, taps[k + 1] * dy, 0.0),)
+        # The sum is selected, not the product: so the two become one multiply-add.
+        grown = grown + (tl.where(reached, pending[k] + taps[k + 1] * dy, pending[k]),)
         still = still + (reached,)
     return grown, still
 
