@@ -41,8 +41,8 @@ def check(cfg: DictConfig) -> None:
     known = cfg.copy()
     if OmegaConf.select(known, "model._target_") and OmegaConf.select(known, "model.vocab_size") is None:
         known.model.vocab_size = 1  # null is the tokenizer's
-    if OmegaConf.select(known, "trainer.precision") == "auto":
-        known.trainer.precision = None  # ours, not Lightning's
+    if OmegaConf.select(known, "trainer.precision", throw_on_resolution_failure=False) is not None:
+        known.trainer.precision = None  # _check_trainer knows what it may be; Lightning's type is another
     check_config(known, TOP_LEVEL)
     for group in BUILT:
         if not isinstance(cfg.get(group), DictConfig) or "_target_" not in cfg[group]:
@@ -109,6 +109,7 @@ def check_fp8(cfg: DictConfig, device: torch.device) -> None:
         return
     precision = str(cfg.trainer.get("precision"))
     if not precision.startswith("bf16"):
+        fp8.check_fp8(recipe, device)  # on a device without float8 no precision helps
         raise ConfigError(
             "trainer.precision", precision, f"fp8={recipe} needs bf16-mixed or bf16-true; or use fp8=none"
         )

@@ -225,7 +225,12 @@ def _absolute(node: Mapping[str, Any]) -> dict[str, Any]:
 def _tokenizer(cfg: DictConfig, checkpoint: Mapping[str, Any] | None) -> Tokenizer:
     if checkpoint is not None:
         return tokenizer_from_state(checkpoint["samu_lm"]["tokenizer"])
-    tokenizer: Tokenizer = build(cfg.tokenizer)
+    try:
+        tokenizer: Tokenizer = build(cfg.tokenizer)
+    except ConfigError as error:
+        if error.key == "tokenizer.path" and OmegaConf.is_interpolation(cfg.tokenizer, "path"):  # data=shards sets it
+            raise ConfigError("data.path", error.value, error.remedy) from None
+        raise
     tokenizer.check()
     return tokenizer
 

@@ -155,7 +155,7 @@ def test_in_shards(float8: Any, tmp_path: Path) -> None:
     [
         (["fp8=fp8"], r"^fp8=fp8: must be one of none, tensorwise, rowwise"),
         (["fp8=true"], r"^fp8=True: must be one of none, tensorwise, rowwise"),
-        (["fp8=rowwise"], r"^trainer\.precision=32-true: fp8=rowwise needs bf16-mixed or bf16-true; or use fp8=none"),
+        (["fp8=rowwise"], r"^fp8=rowwise: needs a GPU of compute capability 8\.9 or higher, which cpu"),
         (
             ["fp8=rowwise", BFLOAT16, "model.width=40"],
             r"^model\.width=40: fp8=rowwise needs a multiple of 16; try 48, or use fp8=none",
@@ -182,3 +182,9 @@ def test_refused_before_data_is_read_or_anything_is_written(
         run(tiny_config(write_corpus(tmp_path), *overrides), tmp_path / "run")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_float32_is_refused(float8: Any, tmp_path: Path) -> None:
+    message = r"^trainer\.precision=32-true: fp8=rowwise needs bf16-mixed or bf16-true; or use fp8=none"
+    with pytest.raises(ConfigError, match=message):
+        run(tiny_config(write_corpus(tmp_path), "fp8=rowwise"), tmp_path / "run")

@@ -143,6 +143,11 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
             ["trainer.precision=16-mixed"],
             r"^trainer\.precision=16-mixed: must be one of auto, 32-true, bf16-mixed, bf16-true",
         ),
+        (
+            ["trainer.precision=${nope}"],
+            r"^trainer\.precision=\$\{nope\}: refers to a config value that does not exist",
+        ),
+        (["trainer.precision=fp16"], r"^trainer\.precision=fp16: must be one of auto, 32-true, bf16-mixed, bf16-true"),
         (["trainer.max_steps=0"], r"^trainer\.max_steps=0: must be at least 1"),
         (["compile=yes"], r"^compile=yes: must be true, false or auto"),
         (["seed=-1"], r"^seed=-1: must be a whole number"),
@@ -164,6 +169,13 @@ def test_refused_before_data_is_read_or_anything_is_written(
         run(cfg, tmp_path / "run")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_shards_that_are_missing_are_named_by_the_key_that_the_user_sets(tmp_path: Path) -> None:
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        cfg = compose("train", ["data=shards", "trainer=cpu"])
+    with pytest.raises(ConfigError, match=r"^data\.path=None: give a folder that samu-lm prepare wrote"):
+        run(cfg, tmp_path / "run")
 
 
 def test_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
