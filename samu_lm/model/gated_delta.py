@@ -14,7 +14,7 @@ from samu_lm.model import init
 from samu_lm.model.layers import CausalConv1d, OnBackend, RMSNorm, check_backend
 from samu_lm.ops import gated_delta_rule
 from samu_lm.ops.backend import choose_backend
-from samu_lm.ops.gated_delta.reference import WIDEST_KEY
+from samu_lm.ops.gated_delta import WIDEST_KEY
 
 DeltaState = tuple[Tensor, Tensor]
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samu_lm.ops.backend import choose_backend
 from samu_lm.ops.checks import FLOATING, check_reset, check_shape, refuse_forward_mode
+from samu_lm.ops.gated_delta.reference import WIDEST_KEY
 from samu_lm.ops.resets import first_token_mask
 
 IMPLEMENTATIONS = ("recurrent", "chunked", "chunked_fat", "ssd")
@@ -125,4 +126,11 @@ def gated_delta_rule(
     return o, final_state if output_final_state else None
 
 
-__all__ = ["CHUNK_SIZES", "IMPLEMENTATIONS", "check_accelerator", "check_implementation", "gated_delta_rule"]
+__all__ = [
+    "CHUNK_SIZES",
+    "IMPLEMENTATIONS",
+    "WIDEST_KEY",
+    "check_accelerator",
+    "check_implementation",
+    "gated_delta_rule",
+]
