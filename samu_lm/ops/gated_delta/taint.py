@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from samu_lm.ops.gated_delta.reference import drops
 from samu_lm.ops.gated_delta.rows import Inputs
 
 
@@ -52,7 +53,7 @@ class Tainted:
         q, k, v, log_alpha, beta, first, state = inputs
         assert first is not None
         self.inputs = inputs
-        self.starts = first[..., None].expand_as(beta)
+        self.starts = drops(log_alpha, first)
         # -inf is a log_alpha like any other: it drops the state.
         self.bad = not_finite(q, k, v, log_alpha.clamp(min=-1.0), beta)
         self.bad_state = None if state is None else ~state.float().square().sum((2, 3)).isfinite()

@@ -83,6 +83,21 @@ def test_leak_probe(poison: float) -> None:
                 assert after[part][:, start:stop].isnan().any(), (victim, part)
 
 
+def test_what_is_not_finite_stays_on_its_side_of_a_dropped_state() -> None:
+    """In a call with resets, a log_alpha of -inf is one of them for its head."""
+    inputs, reset = draw(1, 30, 1, 8, 8), reset_of_lengths([9, 21])
+    with torch.no_grad():
+        inputs["log_alpha"][:, 20] = -torch.inf
+    cotangent = torch.randn(1, 30, 1, 8)
+    before = _run(inputs, reset, cotangent)
+    changed = {name: x.detach().clone() for name, x in inputs.items()}
+    changed["v"][:, 12] = torch.inf
+    after = _run(changed, reset, cotangent)
+    for name, value in before.items():
+        assert torch.equal(value[:, 20:], after[name][:, 20:]), name
+    assert after["o"][:, 12:20].isnan().all()
+
+
 def test_a_state_or_gradient_that_is_not_finite_stays_in_its_document() -> None:
     inputs, reset = draw(1, 30, 1, 8, 8), reset_of_lengths([7, 23])
     reset[:, 0] = False

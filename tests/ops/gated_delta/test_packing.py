@@ -81,6 +81,30 @@ def test_leak_probe(implementation: str, lengths: list[int], data: st.DataObject
 
 
 @by_implementation
+@pytest.mark.parametrize("boundary", [1, 16, 20, 33])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_on_its_side_of_a_dropped_state(
+    implementation: str, boundary: int, with_state: bool, poison: float
+) -> None:
+    """A log_alpha of -inf is a reset of one head for infinities and NaN, too; there need be no other boundary."""
+    inputs = draw(1, 70, HEADS, DK, DV)
+    state = torch.randn(1, HEADS, DK, DV) if with_state else None
+    cotangent = torch.randn(1, 70, HEADS, DV)
+    with torch.no_grad():
+        inputs["log_alpha"][:, boundary, 0] = -torch.inf
+    before = _run(inputs, implementation, None, cotangent, state)
+    for token, other in ((boundary - 1, slice(boundary, 70)), (boundary, slice(0, boundary))):
+        changed = {name: x.detach().clone() for name, x in inputs.items()}
+        changed["v"][:, token, 0, 0] = poison
+        after = _run({name: x.requires_grad_() for name, x in changed.items()}, implementation, None, cotangent, state)
+        assert not after["o"][:, token, 0].isfinite().all()
+        for name, value in before.items():
+            assert torch.equal(value[:, other], after[name][:, other]), name
+            assert torch.equal(value[:, :, 1], after[name][:, :, 1]), name
+
+
+@by_implementation
 @pytest.mark.parametrize("boundary", [1, 15, 16, 17, 31, 32, 33, 63])
 def test_no_gradient_across_a_boundary(implementation: str, boundary: int) -> None:
     inputs = draw(1, 64, HEADS, DK, DV)
