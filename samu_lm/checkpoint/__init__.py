@@ -13,6 +13,7 @@ import pickle
 import struct
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,9 @@ def check_file(path: Path, key: str) -> None:
         raise ConfigError(key, path, f"is damaged ({error}); copy it again or give an earlier one") from error
     if damaged is not None:
         raise ConfigError(key, path, f"is damaged in {damaged}; copy it again or give an earlier one")
+
+
+def model_as_trained(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved config's ``model``, with what was trained before a key existed: the stream between blocks in float32."""
+    own = str(model.get("_target_")).startswith("samu_lm.")
+    return ({"residual_in_float32": True} if own else {}) | dict(model)

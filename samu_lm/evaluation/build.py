@@ -10,6 +10,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
+from samu_lm.checkpoint import model_as_trained
 from samu_lm.config import check_config
 from samu_lm.data import LMDataModule, Tokenizer
 from samu_lm.errors import ConfigError
@@ -32,7 +33,7 @@ def build_model(checkpoint: Checkpoint, tokenizer: Tokenizer, overrides: Mapping
     Raises:
         ConfigError: an override contradicts the checkpoint, or the checkpoint does not make a model.
     """
-    config = _with_vocabulary(_section(checkpoint, "model"), tokenizer)
+    config = _with_vocabulary(model_as_trained(_section(checkpoint, "model")), tokenizer)
     refuse_contradictions("model", _with_vocabulary(overrides, tokenizer), config)
     _refuse_foreign_code(checkpoint, "model", config, confirmed=overrides.get("_target_"))
     config |= {"backend": overrides["backend"]} if "backend" in overrides else {}

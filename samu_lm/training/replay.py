@@ -98,6 +98,7 @@ def replay(path: Path, device: str = "auto") -> Finding:
     import torch
     from omegaconf import OmegaConf
 
+    from samu_lm.checkpoint import model_as_trained
     from samu_lm.data import tokenizer_from_state
     from samu_lm.training.bundle import read_bundle
     from samu_lm.training.callbacks.rng import set_rng_state
@@ -108,7 +109,7 @@ def replay(path: Path, device: str = "auto") -> Finding:
 
     bundle = read_bundle(path)
     place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else _named(device))
-    cfg = OmegaConf.create(bundle["config"])
+    cfg = OmegaConf.create(bundle["config"] | {"model": model_as_trained(bundle["config"]["model"])})
     if place.type != "cuda" and cfg.model.get("backend") == "triton":
         cfg.model.backend = "auto"
     holder = torch.nn.Module()  # names parameters as the run does

@@ -19,7 +19,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import nn
 
-from samu_lm.checkpoint import read_checkpoint, read_step
+from samu_lm.checkpoint import model_as_trained, read_checkpoint, read_step
 from samu_lm.config import config_dir, signature_of
 from samu_lm.data.files import launch_path
 from samu_lm.errors import ConfigError
@@ -97,9 +97,15 @@ def merge_config(
     saved = dict(saved)
     if str(saved["data"].get("_target_")).startswith("samu_lm."):
         saved["data"] = {"packing": "concat"} | saved["data"]  # what checkpoints without the key were trained with
+    keys = list(_keys_set(overrides, composed))
+    trained = model_as_trained(saved["model"])
+    for key in trained.keys() - saved["model"].keys():
+        if f"model.{key}" not in keys:  # a preset's value came after the checkpoint and is not meant to change it
+            composed = {**composed, "model": {**composed["model"], key: trained[key]}}
+    saved["model"] = trained
     merged = copy.deepcopy(dict(composed))
     merged.update(copy.deepcopy(dict(saved)))
-    for key in _keys_set(overrides, composed):
+    for key in keys:
         ours, theirs = _lookup(composed, key), _lookup(saved, key)
         if key.split(".")[0] in FIXED:
             _refuse_contradiction(key, ours, theirs)

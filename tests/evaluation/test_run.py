@@ -177,6 +177,16 @@ def test_precision_is_the_trained_one_unless_set(precision: str, corpus: Path, s
     assert again["nats"] == full["nats"]
 
 
+def test_a_checkpoint_from_before_the_stream_s_key_had_a_float32_stream(corpus: Path, tmp_path: Path) -> None:
+    def nats(name: str, **model: Any) -> float:
+        path = save_checkpoint(tmp_path / f"{name}.ckpt", text_config(corpus), precision="bf16-mixed", **model)
+        return float(run(path, tmp_path / name)["nats"])
+
+    older = nats("older")
+    assert older == nats("wide", residual_in_float32=True)
+    assert older != nats("narrow", residual_in_float32=False)
+
+
 # -- what comes from the checkpoint, what may be set ----------------------------------------------------------------
 
 

@@ -348,6 +348,19 @@ class TestMergedConfig:
         same = {**self.composed, "model": self.saved["model"]}
         assert merge_config(same, self.saved, ["model.width=8"])["model"] == self.saved["model"]
 
+    def test_a_checkpoint_from_before_the_stream_s_key_goes_on_with_a_float32_stream(self) -> None:
+        model = {"_target_": "samu_lm.model.RecurrentLM", "width": 8}
+        saved, composed = (
+            {**self.saved, "model": model},
+            {**self.composed, "model": {**model, "residual_in_float32": False}},
+        )
+        for repeated in ([], ["model=same"], ["model.width=8"]):
+            assert merge_config(composed, saved, repeated)["model"]["residual_in_float32"] is True
+        with pytest.raises(ConfigError, match=r"^model\.residual_in_float32=False: the checkpoint has .*=True;"):
+            merge_config(composed, saved, ["model.residual_in_float32=false"])
+        saved = {**saved, "model": {**model, "residual_in_float32": False}}
+        assert merge_config(composed, saved, [])["model"]["residual_in_float32"] is False
+
     def test_what_the_command_line_deletes_is_deleted(self) -> None:
         saved = {**self.saved, "callbacks": {"mfu": {"_target_": "c"}, "last": {"_target_": "l"}}}
         composed = {**self.composed, "callbacks": {"last": {"_target_": "l"}}}

@@ -178,6 +178,20 @@ def test_accumulated_batches_are_replayed_together(tmp_path: Path) -> None:
     assert found.first is not None and "mlp.gate" in found.first
 
 
+def test_a_bundle_from_before_the_stream_s_key_is_replayed_with_a_float32_stream(tmp_path: Path) -> None:
+    settings = ["model.residual_in_float32=true", "trainer.precision=bf16-mixed", "callbacks.guard.norm_factor=1.001"]
+    cfg = tiny_config(write_corpus(tmp_path), *EACH_STEP, *settings, "callbacks.guard.window=2", "model.depth=4")
+    with pytest.raises(NonFiniteError):
+        train_tiny(cfg, tmp_path / "run")
+    (path,) = (tmp_path / "run" / "bundles").glob("*.pt")
+    content = load(path)
+    del content["config"]["model"]["residual_in_float32"]
+    torch.save(content, path)
+    found = replay(path)
+    assert found.loss[0] == found.loss[1]
+    assert found.norm[0] == found.norm[1]
+
+
 def test_a_fault_from_outside_the_step_does_not_show_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(NonFiniteError):
         train_tiny(tiny_config(write_corpus(tmp_path), *EACH_STEP), tmp_path / "run", Spoil(float("nan"), 2))
