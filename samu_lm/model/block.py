@@ -6,6 +6,7 @@ Shapes: B rows, L tokens, D model width, W width of the recurrence, K convolutio
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -158,7 +159,8 @@ class RecurrentBlock(nn.Module):
             options: of ``torch.compile``.
         """
         for name in ("_add_mlp",) if isinstance(self.mixer, GatedDelta) else ("_convolve", "_combine"):
-            setattr(self, name, torch.compile(getattr(self, name), **options))
+            # A method, not a function that holds this block: a deep copy of the block gets its own.
+            setattr(self, name, MethodType(torch.compile(getattr(type(self), name), **options), self))
 
     def _recur(self, x: Tensor, reset: Tensor | None) -> Tensor:
         """The recurrence's output, from the residual stream."""

@@ -6,6 +6,7 @@ Shapes: B rows, L tokens, D model width, W width of the recurrence, V vocabulary
 from __future__ import annotations
 
 import math
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -181,7 +182,8 @@ class RecurrentLM(nn.Module):
         """
         for block in self.blocks:
             cast(RecurrentBlock, block).compile_parts(**options)
-        self._normed = torch.compile(self._normed, **options)  # type: ignore[method-assign]
+        normed = torch.compile(type(self)._normed, **options)
+        self._normed = MethodType(normed, self)  # type: ignore[method-assign]
 
     def _normed(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.final_norm(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -248,6 +249,21 @@ def test_many_tokens_go_through_in_pieces(
     torch.testing.assert_close(pieces, whole)
     for one, other in zip(gradients, others, strict=True):
         assert relative_error(other, one) < 1e-5
+
+
+@by_mixer
+def test_a_deep_copy_of_a_model_compiled_by_parts_has_its_own_weights(mixer: str) -> None:
+    torch._dynamo.reset()
+    model = _model(mixer).eval()
+    model.compile_parts(backend="aot_eager")
+    other = copy.deepcopy(model)
+    plain = _model(mixer).eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+        plain.load_state_dict(other.state_dict())
+        ids = torch.arange(10)[None]
+        torch.testing.assert_close(other(ids), plain(ids))
 
 
 def test_unknown_checkpointing_is_refused() -> None:
