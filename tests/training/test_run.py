@@ -137,6 +137,7 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
         (["trainer.max_steps=-1"], r"^trainer\.max_steps=-1: a run needs an end"),
         (["model.width=99999999999999"], r"^model=\(width=99999999999999.*cannot be built"),
         (["trainer.accelerator=abacus"], r"^trainer\.accelerator=abacus: Lightning refuses it"),
+        (["trainer.accelerator=tpu"], r"^trainer\.accelerator=tpu: Lightning refuses it"),
         (["trainer.gradient_clip_val=-1"], r"^trainer\.gradient_clip_val=-1: must be positive, or null"),
         (["trainer.accumulate_grad_batches=0"], r"^trainer\.accumulate_grad_batches=0: must be at least 1"),
         (
