@@ -26,24 +26,14 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: the first fault found, by its full key.
     """
-    raw = OmegaConf.to_container(cfg, resolve=False)
-    assert isinstance(raw, dict)
-    for key, fits, remedy in (
-        ("seed", _is_seed, "must be a whole number from 0 to 4294967295"),
-        ("compile", lambda value: value == "auto" or isinstance(value, bool), "must be true, false or auto"),
-        # null: a config from before the key
-        ("fp8", lambda value: value is None or value in fp8.RECIPES, f"must be one of {', '.join(fp8.RECIPES)}"),
-        ("resume", _is_place, "must be last, auto, a checkpoint's path, or null"),
-    ):
-        value = raw.get(key)
-        if not fits(value) and not OmegaConf.is_interpolation(cfg, key):
-            raise ConfigError(key, value, remedy)
+    _check_top_level(cfg, resolved=False)  # before what refers to them
     known = cfg.copy()
     if OmegaConf.select(known, "model._target_") and OmegaConf.select(known, "model.vocab_size") is None:
         known.model.vocab_size = 1  # null is the tokenizer's
     if OmegaConf.select(known, "trainer.precision", throw_on_resolution_failure=False) is not None:
         known.trainer.precision = None  # _check_trainer knows what it may be; Lightning's type is another
     check_config(known, TOP_LEVEL)
+    _check_top_level(cfg, resolved=True)
     for group in BUILT:
         if not isinstance(cfg.get(group), DictConfig) or "_target_" not in cfg[group]:
             raise ConfigError(group, cfg.get(group), f"must be one of configs/{group}")
@@ -67,6 +57,24 @@ def _check_trainer(trainer: DictConfig) -> None:
     steps, epochs = trainer.get("max_steps"), trainer.get("max_epochs")
     if steps in (None, -1) and epochs in (None, -1) and trainer.get("max_time") is None:
         raise ConfigError("trainer.max_steps", steps, "a run needs an end; give it, or trainer.max_epochs")
+
+
+_TOP_LEVEL_RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("seed", _is_seed, "must be a whole number from 0 to 4294967295"),
+    ("compile", lambda value: value == "auto" or isinstance(value, bool), "must be true, false or auto"),
+    # null: a config from before the key
+    ("fp8", lambda value: value is None or value in fp8.RECIPES, f"must be one of {', '.join(fp8.RECIPES)}"),
+    ("resume", _is_place, "must be last, auto, a checkpoint's path, or null"),
+)
+
+
+def _check_top_level(cfg: DictConfig, resolved: bool) -> None:
+    """Refuses values of the single keys: plain ones, or once they are known to resolve those of references, too."""
+    for key, fits, remedy in _TOP_LEVEL_RULES:
+        if resolved or key not in cfg or not OmegaConf.is_interpolation(cfg, key):
+            value = cfg.get(key)
+            if not fits(value):
+                raise ConfigError(key, value, remedy)
 
 
 def _is_share_or_count(value: Any) -> bool:

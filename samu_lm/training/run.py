@@ -292,7 +292,10 @@ def build_trainer(cfg: DictConfig, run_dir: Path, point: ResumePoint | None) -> 
             enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
             enable_progress_bar=terminal if given.get("enable_progress_bar") is None else given["enable_progress_bar"],
         )
-    except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
+    except ImportError as error:
+        value = f"(accelerator={given.get('accelerator')}, strategy={given.get('strategy')})"
+        raise ConfigError("trainer", value, f"needs a package: {' '.join(str(error).split())}") from error
+    except (MisconfigurationException, ValueError, TypeError) as error:
         del given["_target_"]
         text = " ".join(str(error).split())
         named = {k: v for k, v in given.items() if v is not None and (k in text or repr(v) in text)} or given

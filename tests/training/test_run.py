@@ -137,7 +137,10 @@ def test_bfloat16_trains(tmp_path: Path) -> None:
         (["trainer.max_steps=-1"], r"^trainer\.max_steps=-1: a run needs an end"),
         (["model.width=99999999999999"], r"^model=\(width=99999999999999.*cannot be built"),
         (["trainer.accelerator=abacus"], r"^trainer\.accelerator=abacus: Lightning refuses it"),
-        (["trainer.accelerator=tpu"], r"^trainer\.accelerator=tpu: Lightning refuses it"),
+        (["trainer.accelerator=tpu"], r"^trainer=\(accelerator=tpu, strategy=auto\): needs a package: .*torch_xla"),
+        (["compile=${trainer.max_steps}"], r"^compile=6: must be true, false or auto"),
+        (["fp8=${trainer.precision}"], r"^fp8=auto: must be one of none, tensorwise, rowwise"),
+        (["~compile"], r"^compile=None: must be true, false or auto"),
         (["trainer.gradient_clip_val=-1"], r"^trainer\.gradient_clip_val=-1: must be positive, or null"),
         (["trainer.accumulate_grad_batches=0"], r"^trainer\.accumulate_grad_batches=0: must be at least 1"),
         (
