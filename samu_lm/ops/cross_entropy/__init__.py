@@ -27,7 +27,7 @@ def cross_entropy(
     Raises:
         RuntimeError: a label is out of range (on a GPU, the total is NaN instead), or ``backend="triton"`` cannot run.
     """
-    backend = "reference" if logits.dtype == torch.float64 else backend  # the kernel works in float32
+    backend = "reference" if logits.dtype == torch.float64 else backend  # whose gradient keeps the type
     if choose_backend("cross_entropy", backend, logits) == "triton":
         from samu_lm.ops.cross_entropy.kernel import cross_entropy as run
     else:
