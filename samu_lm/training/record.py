@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from samu_lm.data.files import launch_path
 from samu_lm.environment import environment
 
 
@@ -67,3 +68,24 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A plain config with its data named from the root: a checkpoint means the same files in any folder."""
+    changed = {"data": _absolute(config["data"])}
+    if isinstance(sources := changed["data"].get("sources"), dict):  # of a mixture
+        changed["data"]["sources"] = {name: _absolute(source) for name, source in sources.items()}
+    if config["tokenizer"].get("_target_") == "samu_lm.data.shard_tokenizer":  # the shards' path
+        changed["tokenizer"] = _absolute(config["tokenizer"])
+    return config | changed
+
+
+def _absolute(node: Mapping[str, Any]) -> dict[str, Any]:
+    node = dict(node)
+    for key in ("path", "cache_dir"):
+        value = node.get(key)
+        if isinstance(value, str):
+            node[key] = str(launch_path(value))
+        elif value is not None:
+            node[key] = [str(launch_path(entry)) for entry in value]
+    return node

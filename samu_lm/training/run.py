@@ -30,7 +30,6 @@ from torch import nn
 
 from samu_lm.config import signature_of
 from samu_lm.data import LMDataModule, Tokenizer, tokenizer_from_state
-from samu_lm.data.files import launch_path
 from samu_lm.entry import job_errors, one_line
 from samu_lm.errors import ConfigError, SamuLMError
 from samu_lm.model.fp8 import convert_to_fp8
@@ -44,7 +43,7 @@ from samu_lm.training.loggers import CSVLogger, ResumePoint
 from samu_lm.training.loop import make_exact, validation_owed
 from samu_lm.training.module import TrainingModule
 from samu_lm.training.optimizer import AdamW
-from samu_lm.training.record import is_completed, read_results, set_aside, write_json, write_record
+from samu_lm.training.record import is_completed, read_results, set_aside, with_absolute_paths, write_json, write_record
 from samu_lm.training.resume import check_weights, find_checkpoint, find_last, merge_config, without_foreign_paths
 from samu_lm.training.schedule import Schedule
 
@@ -199,27 +198,6 @@ def make_plan(cfg: DictConfig, run_dir: Path, overrides: Sequence[str] | None) -
         )
     check_fp8(cfg, trainer.strategy.root_device)
     return Plan(cfg, run_dir, trainer, data, optimizer, schedule, path, step, completed)
-
-
-def with_absolute_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """A plain config with its data named from the root: a checkpoint means the same files in any folder."""
-    changed = {"data": _absolute(config["data"])}
-    if isinstance(sources := changed["data"].get("sources"), dict):  # of a mixture
-        changed["data"]["sources"] = {name: _absolute(source) for name, source in sources.items()}
-    if config["tokenizer"].get("_target_") == "samu_lm.data.shard_tokenizer":  # the shards' path
-        changed["tokenizer"] = _absolute(config["tokenizer"])
-    return config | changed
-
-
-def _absolute(node: Mapping[str, Any]) -> dict[str, Any]:
-    node = dict(node)
-    for key in ("path", "cache_dir"):
-        value = node.get(key)
-        if isinstance(value, str):
-            node[key] = str(launch_path(value))
-        elif value is not None:
-            node[key] = [str(launch_path(entry)) for entry in value]
-    return node
 
 
 def _tokenizer(cfg: DictConfig, checkpoint: Mapping[str, Any] | None) -> Tokenizer:
