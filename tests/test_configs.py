@@ -85,7 +85,7 @@ def test_every_file_passes_the_check(group: str, name: str, tmp_path: Path) -> N
         (["model.width=null"], r"model\.width=None: wrong type NoneType; must be int"),
         (["model.activation_checkpointing=1"], r"model\.activation_checkpointing=1: wrong type int; must be str"),
         (["trainer.max_steps=many"], r"trainer\.max_steps=many: wrong type str"),
-        (["trainer.precision=8"], r"trainer\.precision=8: wrong type"),
+        (["trainer.precision=8"], r"trainer\.precision=8: must be one of auto, 32-true"),
         (
             ["model.width=${missing.value}"],
             r"model\.width=\$\{missing\.value\}: refers to a config value that does not",

@@ -99,6 +99,7 @@ def test_ctrl_c_without_the_callback_for_signals(tmp_path: Path, monkeypatch: py
     """Lightning ends such a run itself; nothing is saved, the status is that of Ctrl-C."""
     add_callback(monkeypatch, SendIn("on_before_zero_grad", signal.SIGINT))
     arguments = [*tiny_overrides(write_corpus(tmp_path)), "~callbacks.stop", f"hydra.run.dir={tmp_path}/run"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with Ctrl-C ignored
     try:
         assert train_py(monkeypatch, *arguments) == 130
     finally:
