@@ -1,4 +1,4 @@
-"""``samu-lm bench delta``: the gated delta rule's implementations, forward and forward + backward (seed 004).
+"""``samu-lm bench delta``: the gated delta rule's implementations, forward and forward + backward.
 
 The JSON has the seed's fields: per row median and quartiles over ``repeats`` samples of ``inner`` calls each, peak
 temporaries, residuals, relative errors. ``xla_temp_mb`` keeps its name: it is the allocator's peak less the results, in

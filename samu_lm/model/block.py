@@ -1,4 +1,4 @@
-"""Recurrent residual block (SPEC section 4): norm, gated recurrent branch, norm, gated MLP.
+"""Recurrent residual block: norm, gated recurrent branch, norm, gated MLP.
 
 Shapes: B rows, L tokens, D model width, W width of the recurrence, K convolution taps.
 """

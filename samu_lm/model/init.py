@@ -1,4 +1,4 @@
-"""Initialisation of every parameter (SPEC sections 2 to 4), drawn from torch's global generator."""
+"""Initialisation of every parameter, drawn from torch's global generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent language model (SPEC section 4): tied embedding, residual blocks, final norm.
+"""Recurrent language model: tied embedding, residual blocks, final norm.
 
 Shapes: B rows, L tokens, D model width, W width of the recurrence, V vocabulary.
 """

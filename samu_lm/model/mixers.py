@@ -41,7 +41,7 @@ class Mixer(OnBackend, nn.Module):
 
 
 class SAMU(Mixer):
-    """SAMU mixer with one control group (SPEC section 2): 3 W + 4 parameters.
+    """SAMU mixer with one control group: 3 W + 4 parameters.
 
     Args:
         width: W, even.
@@ -127,7 +127,7 @@ class BlockDiagonalLinear(nn.Module):
 
 
 class RGLRU(Mixer):
-    """RG-LRU mixer (SPEC section 3): gates from block-diagonal projections of the input, then the recurrence.
+    """RG-LRU mixer: gates from block-diagonal projections of the input, then the recurrence.
 
     Args:
         width: W, divisible by ``num_blocks``.

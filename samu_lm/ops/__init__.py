@@ -1,4 +1,4 @@
-"""Recurrences as pure functions (SPEC section 6): no modules, no config, resets and states throughout."""
+"""Recurrences as pure functions: no modules, no config, resets and states throughout."""
 
 from samu_lm.ops.causal_conv1d import causal_conv1d
 from samu_lm.ops.gated_delta import gated_delta_rule

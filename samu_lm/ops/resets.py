@@ -1,6 +1,6 @@
 """Reset masks: which tokens are the first of their document.
 
-Shapes: B rows, L tokens. A reset mask is bool ``[B, L]``, True at each document's first token (SPEC section 1).
+Shapes: B rows, L tokens. A reset mask is bool ``[B, L]``, True at each document's first token.
 """
 
 from __future__ import annotations

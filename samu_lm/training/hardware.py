@@ -37,10 +37,10 @@ def settle(cfg: DictConfig) -> DictConfig:
 
 
 def on_capable_gpu(accelerator: object) -> bool:
-    """Whether a trainer with this ``accelerator`` runs on a GPU of at least :data:`CAPABILITY`."""
+    """Whether a trainer with this ``accelerator`` runs on GPUs that all have at least :data:`CAPABILITY`."""
     if accelerator not in ("auto", "gpu", "cuda") or not torch.cuda.is_available():
         return False
-    return torch.cuda.get_device_capability() >= CAPABILITY
+    return all(torch.cuda.get_device_capability(i) >= CAPABILITY for i in range(torch.cuda.device_count()))
 
 
 def announce(model: torch.nn.Module, device: torch.device) -> None:

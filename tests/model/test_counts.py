@@ -1,4 +1,4 @@
-"""Parameter, FLOP and state counts: SPEC's figures, and the methods against the built module."""
+"""Parameter, FLOP and state counts: the figures of their definition, and the methods against the built module."""
 
 from __future__ import annotations
 

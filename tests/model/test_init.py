@@ -1,4 +1,4 @@
-"""Initialisation (SPEC sections 2 to 4), by its statistics."""
+"""Initialisation, by its statistics."""
 
 from __future__ import annotations
 

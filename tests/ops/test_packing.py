@@ -1,4 +1,4 @@
-"""Nothing crosses a reset (SPEC section 1): property tests over random documents, for every op and backend."""
+"""Nothing crosses a reset: property tests over random documents, for every op and backend."""
 
 from __future__ import annotations
 

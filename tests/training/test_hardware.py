@@ -27,7 +27,9 @@ def settled(cfg: Any) -> tuple[Any, Any]:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: request.param)
+    found = request.param if isinstance(request.param, list) else [request.param]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: found[device])
 
 
 @pytest.mark.parametrize("gpu", [(8, 0), (9, 0)], indirect=True)
@@ -43,7 +45,7 @@ def test_a_gpu_trains_compiled_in_bfloat16_unless_told_otherwise() -> None:
     assert own.trainer.precision == "auto"
 
 
-@pytest.mark.parametrize("gpu", [(7, 5)], indirect=True)
+@pytest.mark.parametrize("gpu", [(7, 5), [(9, 0), (7, 5)]], ids=str, indirect=True)
 @pytest.mark.usefixtures("gpu")
 def test_a_gpu_without_bfloat16_units_does_not() -> None:
     assert settled(config()) == (False, "32-true")

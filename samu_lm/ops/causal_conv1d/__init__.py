@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over time that stops at resets; sits before every mixer (SPEC section 4)."""
+"""Causal depthwise convolution over time that stops at resets; sits before every mixer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution over time that never reaches across a first token (SPEC section 4), plain PyTorch.
+"""Causal depthwise convolution over time that never reaches across a first token, plain PyTorch.
 
 Shapes: x, y ``[B, L, W]``; weight ``[W, K]``, ``weight[:, K-1]`` for the current token; bias ``[W]``; state
 ``[B, K-1, W]``, the last K-1 inputs of the running document, oldest first, zeros where it has had fewer.

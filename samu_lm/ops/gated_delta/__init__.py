@@ -1,4 +1,4 @@
-"""The gated delta rule of Gated DeltaNet (SPEC section 5; arXiv 2412.06464): four implementations of one function.
+"""The gated delta rule of Gated DeltaNet (arXiv 2412.06464): four implementations of one function.
 
 ``recurrent`` (``reference.py``) is the definition, token by token. ``chunked`` and ``chunked_fat`` (``chunked.py``) are
 matrix products over chunks of tokens; the second keeps more for its backward pass. ``ssd`` (``kernel.py``) is the same

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token in plain PyTorch: the definition (SPEC section 5).
+"""The gated delta rule token by token in plain PyTorch: the definition.
 
     S_t = exp(log_alpha_t) S_{t-1} + beta_t k_t (v_t - exp(log_alpha_t) S_{t-1}^T k_t)^T,    o_t = S_t^T q_t
 

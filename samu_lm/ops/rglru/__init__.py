@@ -1,4 +1,4 @@
-"""RG-LRU: the real-gated linear recurrent unit of Griffin and RecurrentGemma (SPEC section 3).
+"""RG-LRU: the real-gated linear recurrent unit of Griffin and RecurrentGemma.
 
 The public functions check their arguments and choose between ``reference.py`` (plain PyTorch, the definition) and
 ``kernel.py`` (Triton).
@@ -37,7 +37,7 @@ def rglru(
 ) -> tuple[Tensor, Tensor | None]:
     """RG-LRU recurrence from its gates' logits, float32 carry; differentiable in every tensor input.
 
-    The square root's derivative is clipped to 1000 (SPEC section 3), so no gradient grows without bound as |a| nears 1.
+    The square root's derivative is clipped to 1000, so no gradient grows without bound as |a| nears 1.
 
     Args:
         x: activations ``[B, L, W]``, float32, bfloat16 or float16.

@@ -1,4 +1,4 @@
-"""RG-LRU in plain PyTorch: the definition that the kernels are held to (SPEC section 3; Griffin, arXiv 2402.19427).
+"""RG-LRU in plain PyTorch: the definition that the kernels are held to (Griffin, arXiv 2402.19427).
 
 Shapes: x, gate logits, y ``[B, L, W]``; a_param ``[W]``; state ``[B, W]`` float32; first bool ``[B, L]``; H gate
 blocks of w = W/H channels.

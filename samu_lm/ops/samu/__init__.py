@@ -1,4 +1,4 @@
-"""SAMU: a complex diagonal recurrence whose decay and rotation two controls per token steer (SPEC section 2).
+"""SAMU: a complex diagonal recurrence whose decay and rotation two controls per token steer.
 
 The public functions check their arguments and choose between ``reference.py`` (plain PyTorch, the definition) and
 ``kernel.py`` (Triton).

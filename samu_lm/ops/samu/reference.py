@@ -1,4 +1,4 @@
-"""SAMU in plain PyTorch: the definition that the kernels are held to (SPEC section 2).
+"""SAMU in plain PyTorch: the definition that the kernels are held to.
 
 Shapes: x, y ``[B, L, W]``, W = 2M, read as M complex numbers (real parts first); eta, delta ``[B, L]`` float32;
 nu_log, theta_log ``[M]``; state ``[B, W]`` float32; first bool ``[B, L]``.

@@ -1,4 +1,4 @@
-"""The causal convolution as a float64 loop over tokens and taps, written from SPEC section 4 alone."""
+"""The causal convolution as a float64 loop over tokens and taps, written from its definition alone."""
 
 from __future__ import annotations
 

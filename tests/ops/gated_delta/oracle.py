@@ -1,4 +1,4 @@
-"""The gated delta rule as a float64 token loop, straight from SPEC section 5, and how its tests draw and compare."""
+"""The gated delta rule as a float64 token loop, straight from its definition, and how its tests draw and compare."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _kept_bytes(implementation: str, heads: int = 8, d: int = 64) -> list[int]:
 
 
 def test_what_is_kept_for_the_backward_pass() -> None:
-    """At the size of SPEC section 5: boundary states, or all that a backward pass reads, below 14 MiB."""
+    """At T=512, d=64: boundary states, or all that a backward pass reads, below 14 MiB."""
     mib = 2**20
     assert _kept_bytes("chunked") == [2 * mib]
     assert sum(_kept_bytes("chunked_fat")) == 10 * mib

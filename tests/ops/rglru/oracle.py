@@ -1,4 +1,4 @@
-"""RG-LRU as a float64 loop over tokens, written from SPEC section 3 alone: what every implementation is held to."""
+"""RG-LRU as a float64 loop over tokens, written from its definition alone: what every implementation is held to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SAMU as a float64 loop over tokens, written from SPEC section 2 alone: what every implementation is held to."""
+"""SAMU as a float64 loop over tokens, written from its definition alone: what every implementation is held to."""
 
 from __future__ import annotations
 
