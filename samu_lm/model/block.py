@@ -129,14 +129,14 @@ class RecurrentBlock(nn.Module):
             state: the convolution's and the recurrence's, of :meth:`state_shapes`; the rows then continue.
             return_state: return ``(x, state)`` instead of x.
             spare: what the backward pass works out again, MLP and gate :data:`PIECE` tokens at a time: ``none``;
-                ``outer``, all but the recurrence; ``all``, the recurrence too (without states).
+                ``selective``, all but the recurrence; ``block``, the recurrence too (without states).
         """
-        if spare == "all":
+        if spare == "block":
             recurrent = checkpoint(self._recur, x, reset, use_reentrant=False)
             if isinstance(self.mixer, GatedDelta):
                 return in_pieces(self._add_mlp, x + recurrent)
             return in_pieces(self._combine_spared, x, recurrent)
-        spared = spare == "outer"
+        spared = spare == "selective"
         if isinstance(self.mixer, GatedDelta):
             branch, new_state = self.mixer.mix(self.norm(x), reset, state, return_state)
             x = x + branch

@@ -32,9 +32,8 @@ def check_backend(backend: str) -> str:
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The type of activations made from x: autocast's where it is on, otherwise x's own."""
     kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(
-        kind
-    ):  # what is_autocast_available asks, torch 2.11 cannot trace
+    # Not torch.amp.is_autocast_available, which torch 2.11 cannot trace.
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x.dtype
     return torch.get_autocast_dtype(kind)
 

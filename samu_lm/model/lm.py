@@ -20,9 +20,7 @@ from samu_lm.model.mixers import check_mixer
 from samu_lm.model.state import ModelState
 
 VOCABULARY_MULTIPLE = 64
-# Activation checkpointing, and what of a block it works out again where that is not the block as a whole.
-SPARED = {"none": "none", "selective": "outer", "block": "all"}
-CHECKPOINTING = tuple(SPARED)
+CHECKPOINTING = ("none", "selective", "block")
 _FLOAT32_BYTES = 4
 
 
@@ -95,7 +93,7 @@ class RecurrentLM(nn.Module):
         self.vocab_size, self.width, self.rnn_width, self.depth = vocab_size, width, rnn_width, depth
         self.mixer, self.conv_width = mixer, conv_width
         self.activation_checkpointing = activation_checkpointing
-        self.residual_in_float32 = residual_in_float32
+        self.residual_in_float32, self.backend = residual_in_float32, backend
         padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
         self.embedding = nn.Embedding(padded, width)
         nn.init.normal_(self.embedding.weight, std=math.sqrt(1 / width))
@@ -133,7 +131,7 @@ class RecurrentLM(nn.Module):
             elif again == "block" and not many:
                 x = checkpoint(block, x, reset, use_reentrant=False)
             else:
-                x = block(x, reset, spare=SPARED[again])
+                x = block(x, reset, spare=again)
         x = in_pieces(self._normed, x) if many and again != "none" else self._normed(x)
         if not return_state:
             return x, None

@@ -47,7 +47,7 @@ def announce(model: torch.nn.Module, device: torch.device) -> None:
     """Logs which backend each of the model's ops runs on; within a compiled model the ops themselves cannot."""
     probe = torch.empty(0, device=device)
     ops = {(module.op, str(module.backend)) for module in model.modules() if isinstance(module, OnBackend)}
-    ops.add(("cross_entropy", "auto"))
+    ops.add(("cross_entropy", str(getattr(model, "backend", "auto"))))
     for op, backend in sorted(ops):
         chosen = choose_backend(op, backend, probe)
         if backend != "auto":  # which says so itself

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from samu_lm.model.block import PIECE
 from samu_lm.ops.cross_entropy import IGNORED, cross_entropy
 
 # Logits held at once, in elements: 1 GiB in float32. Above it they are made, used and thrown away a chunk at a time.
 CHUNK_ELEMENTS = 2**28
 # ... but in no more chunks than this.
 MOST_CHUNKS = 32
-# Tokens whose gradients are scaled at once.
-PIECE = 131_072
 
 
 class LanguageModel(Protocol):
@@ -42,7 +41,8 @@ def packed_nll(model: LanguageModel, tokens: Tensor, targets: Tensor, reset: Ten
         loss_mask: ``[B, L]`` bool, True where a target counts.
     """
     hidden, _ = model.hidden(tokens, reset)
-    return summed_cross_entropy(hidden, targets, loss_mask, model.output_weight)
+    backend = getattr(model, "backend", "auto")
+    return summed_cross_entropy(hidden, targets, loss_mask, model.output_weight, backend=backend)
 
 
 def compiled_nll(model: Any, **options: Any) -> Callable[..., Tensor]:
@@ -68,13 +68,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int, differentiate: bool) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int, differentiate: bool, backend: str
+    ) -> Tensor:
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if differentiate else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
         for start in range(0, len(hidden), tokens):
             chunk = hidden[start : start + tokens]
-            nats, slope = cross_entropy(chunk @ weight.T, labels[start : start + tokens], differentiate=differentiate)
+            nats, slope = cross_entropy(
+                chunk @ weight.T, labels[start : start + tokens], differentiate=differentiate, backend=backend
+            )
             total = total + nats
             if grad_hidden is not None and grad_weight is not None and slope is not None:
                 grad_hidden[start : start + tokens] = slope @ weight
@@ -96,6 +100,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -105,6 +110,7 @@ def summed_cross_entropy(
     loss_mask: Tensor,
     weight: Tensor,
     chunk_elements: int = CHUNK_ELEMENTS,
+    backend: str = "auto",
 ) -> Tensor:
     """Sum over targets of the cross entropy, in nats.
 
@@ -117,6 +123,7 @@ def summed_cross_entropy(
         loss_mask: ``[B, L]`` bool, True where a target counts.
         weight: ``[V, D]`` of the output layer.
         chunk_elements: most logits (tokens times V) held at once, unless that made more than 32 chunks.
+        backend: of the op that works on a chunk's logits.
 
     Returns:
         float32 scalar; 0 where no target counts.
@@ -131,4 +138,4 @@ def summed_cross_entropy(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else flat.dtype
     differentiate = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
     with torch.autocast(kind, enabled=False):
-        return _ChunkedCrossEntropy.apply(flat.to(dtype), weight.to(dtype), labels, tokens, differentiate)
+        return _ChunkedCrossEntropy.apply(flat.to(dtype), weight.to(dtype), labels, tokens, differentiate, backend)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from samu_lm.ops.common.launch import count_launches
 from samu_lm.training.loss import packed_nll, summed_cross_entropy
 
 
@@ -115,6 +116,27 @@ def test_the_factor_behind_the_sum_is_not_rounded(layer: nn.Linear) -> None:
         grads.append(torch.autograd.grad(loss * factor, half)[0].double())
     scale = float((grads[0] * grads[1]).sum() / grads[0].square().sum())
     assert scale == pytest.approx(1 / 997, rel=5e-4)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_runs_on_the_backend_of_the_model(backend: str, layer: nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model on the reference checks the loss's kernel too; in chunks, where there is one."""
+
+    class Model:
+        output_weight = layer.weight
+
+        def hidden(self, tokens: Tensor, reset: Tensor | None = None) -> tuple[Tensor, None]:
+            return example()[0], None
+
+    model = Model()
+    model.backend = backend  # type: ignore[attr-defined]
+    monkeypatch.setattr("samu_lm.training.loss.MOST_CHUNKS", 3)
+    monkeypatch.setattr(summed_cross_entropy, "__defaults__", (4 * 50, "auto"))
+    _, targets, mask = example()
+    with count_launches() as names:
+        loss = packed_nll(model, targets, targets, mask, mask)
+    assert names == ["cross_entropy_kernel"] * (3 if backend == "triton" else 0)
+    torch.testing.assert_close(loss.detach(), gradients(layer, 10**9)[0])
 
 
 def test_compiles_in_chunks(layer: nn.Linear) -> None:

@@ -15,6 +15,12 @@ def minus_expm1(z):
 
 
 @triton.jit
+def gelu_share(x):
+    """gelu(x) / x in its tanh form: (1 + tanh z) / 2 = sigmoid(2 z), where 2 z = 2 sqrt(2/pi) (x + 0.044715 x^3)."""
+    return tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * x * x))
+
+
+@triton.jit
 def tanh(x):
     """tanh in x's own precision, relative to small values too."""
     z = x * x

@@ -24,6 +24,8 @@ through shared memory would cost barriers between the wait and the product.
 import triton
 import triton.language as tl
 
+from samu_lm.ops.common.elementary import gelu_share
+
 
 @triton.jit
 def let_next_start(OVERLAP: tl.constexpr):
@@ -37,13 +39,6 @@ def wait_for_last(OVERLAP: tl.constexpr):
     """Returns once the kernel before this one, and so every earlier one, has ended and its writes are seen."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def gelu_tanh(x):
-    """GELU in its tanh form: ``x (1 + tanh z) / 2 = x / (1 + exp(-2 z))``."""
-    z = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x / (1 + tl.exp(-2 * z))
 
 
 @triton.jit
@@ -192,7 +187,8 @@ def paired_kernel(
         for g in tl.static_range(GROUPS):
             rows = group_rows(g, ROWS, GROUPS)
             mask = rows < N
-            first = gelu_tanh(_product(gated_rows[g], vector, WHOLE, REST) * factor + gated_shift[g])
+            first = _product(gated_rows[g], vector, WHOLE, REST) * factor + gated_shift[g]
+            first *= gelu_share(first)
             second = _product(plain_rows[g], vector, WHOLE, REST) * factor + plain_shift[g]
             if MULTIPLY:
                 tl.store(gated + b * N + rows, (first * second).to(gated.dtype.element_ty), mask=mask)

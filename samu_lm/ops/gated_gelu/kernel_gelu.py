@@ -3,16 +3,11 @@
 import triton
 import triton.language as tl
 
+from samu_lm.ops.common.elementary import gelu_share
 from samu_lm.ops.common.reduce import column_sums
 
 # Device code is Triton's language, not Python's: values have no Python types.
 # mypy: ignore-errors
-
-
-@triton.jit
-def _gate(x):
-    """gelu(x) / x = (1 + tanh z) / 2 = sigmoid(2 z), where 2 z = 2 sqrt(2/pi) (x + 0.044715 x^3)."""
-    return tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * x * x))
 
 
 @triton.jit
@@ -33,7 +28,7 @@ def gelu_kernel(
         at = x + rows.to(tl.int64)[:, None] * (2 * F) + columns[None, :]
         gate = tl.load(at, mask=mask, other=0.0).to(tl.float32) + gate_bias
         up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32) + up_bias
-        value = gate * _gate(gate) * up
+        value = gate * gelu_share(gate) * up
         tl.store(y + rows.to(tl.int64)[:, None] * F + columns[None, :], value.to(y.dtype.element_ty), mask=mask)
 
 
@@ -57,8 +52,8 @@ def gelu_gradients_kernel(
         grad = tl.load(grad_y + rows.to(tl.int64)[:, None] * F + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) + gate_bias
         up = tl.load(x + offset + F, mask=mask, other=0.0).to(tl.float32) + up_bias
-        share = _gate(gate)
-        # gelu' = share + x share' with share' = share (1 - share) d(2 z)/dx
+        share = gelu_share(gate)
+        # gelu' = share + x share' with share' = share (1 - share) d(2 z)/dx, z as in gelu_share
         slope = share + gate * share * (1 - share) * (1.5957691216057308 + 0.21406444881780076 * gate * gate)
         d_gate, d_up = grad * up * slope, grad * gate * share
         tl.store(grad_x + offset, d_gate.to(grad_x.dtype.element_ty), mask=mask)
