@@ -93,9 +93,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         # The factor itself is not rounded; in float32 there is no more at once than a piece.
-        pieces = [(piece.float() * grad).to(piece.dtype) for piece in grad_hidden.split(PIECE)]
+        scaled = torch.empty_like(grad_hidden)
+        for piece, target in zip(grad_hidden.split(PIECE), scaled.split(PIECE), strict=True):
+            target.copy_(piece.float() * grad)
         return (
-            torch.cat(pieces) if len(pieces) > 1 else pieces[0],
+            scaled,
             (grad_weight * grad).to(ctx.weight_dtype),
             None,
             None,
