@@ -151,10 +151,9 @@ def run(args: argparse.Namespace) -> int:
         "rows": [],
         "parts_ms": {},
     }
-    plan = Plan()
     candidates = decode_plans.read(args.candidates) if args.candidates else {}
     for mixer in args.architectures:
-        model = build(SIZES[args.model], mixer)
+        model, plan = build(SIZES[args.model], mixer), Plan()
         if candidates or args.search:
             plan, tried = decode_plans.best(model, plan, candidates, args.search, start)
             result.setdefault("candidates", []).extend(tried)

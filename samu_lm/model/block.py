@@ -52,11 +52,15 @@ class MLP(OnBackend, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., D]`` to ``[..., D]``."""
+        return self.down(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What ``down`` takes: ``[..., D]`` to ``[..., expansion * D]``."""
         if not self._merges(x):
-            return self.down(gelu_tanh(self.gate(x)) * self.up(x))
+            return gelu_tanh(self.gate(x)) * self.up(x)
         weight = torch.cat([self.gate.weight, self.up.weight])
         bias = torch.cat([self.gate.bias, self.up.bias])
-        return self.down(gated_gelu(F.linear(x, weight), bias, backend=self.backend))
+        return gated_gelu(F.linear(x, weight), bias, backend=self.backend)
 
     def _merges(self, x: Tensor) -> bool:
         """Whether to lay the weights together: only for a backward pass does it save more than it costs."""
@@ -155,10 +159,18 @@ class RecurrentBlock(nn.Module):
     def compile_parts(self, **options: Any) -> None:
         """Compiles what lies around the recurrence, for models whose checkpoints run outside of the compiler.
 
+        The MLP's last product stays outside where it is a plain one: what is worked out again ends before it, as the
+        backward pass needs its input alone, and a compiled part can only be worked out as a whole.
+
         Args:
             options: of ``torch.compile``.
         """
-        for name in ("_add_mlp",) if isinstance(self.mixer, GatedDelta) else ("_convolve", "_combine"):
+        plain = type(self.mlp.down) is nn.Linear
+        if isinstance(self.mixer, GatedDelta):
+            names = ["_mlp_hidden" if plain else "_add_mlp"]
+        else:
+            names = ["_convolve", "_mix_and_hidden" if plain else "_combine"]
+        for name in names:
             # A method, not a function that holds this block: a deep copy of the block gets its own.
             setattr(self, name, MethodType(torch.compile(getattr(type(self), name), **options), self))
 
@@ -180,11 +192,20 @@ class RecurrentBlock(nn.Module):
 
     def _combine(self, x: Tensor, n: Tensor | None, recurrent: Tensor) -> Tensor:
         """Adds the gated recurrence, then the MLP."""
+        x, hidden = self._mix_and_hidden(x, n, recurrent)
+        return x + self.mlp.down(hidden)
+
+    def _mix_and_hidden(self, x: Tensor, n: Tensor | None, recurrent: Tensor) -> tuple[Tensor, Tensor]:
+        """The stream with the gated recurrence added, and what the MLP's last product takes."""
         gate = gelu_tanh(self.linear_y(self.norm(x) if n is None else n))
-        return self._add_mlp(x + self.linear_out(recurrent * gate))
+        x = x + self.linear_out(recurrent * gate)
+        return x, self._mlp_hidden(x)
 
     def _add_mlp(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp.down(self._mlp_hidden(x))
+
+    def _mlp_hidden(self, x: Tensor) -> Tensor:
+        return self.mlp.hidden(self.mlp_norm(x))
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 

@@ -252,6 +252,30 @@ def test_many_tokens_go_through_in_pieces(
 
 
 @by_mixer
+@pytest.mark.parametrize("kind", ["selective", "block"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled parts"])
+def test_the_last_product_is_not_worked_out_again(mixer: str, kind: str, compiled: bool) -> None:
+    """The backward pass needs what the MLP's last product took, not what it gave."""
+    model = _model(mixer, activation_checkpointing=kind)
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_parts(backend="aot_eager")
+        model(_ids(2, 50)).sum().backward()
+    products = 0
+
+    def count(*_: Any) -> None:  # not reached where the product is broken off before it starts
+        nonlocal products
+        products += 1
+
+    for block in model.blocks:
+        block.mlp.down.register_forward_hook(count)
+    loss = model(_ids(2, 50)).sum()
+    assert products == len(model.blocks)
+    loss.backward()
+    assert products == len(model.blocks)
+
+
+@by_mixer
 def test_a_deep_copy_of_a_model_compiled_by_parts_has_its_own_weights(mixer: str) -> None:
     torch._dynamo.reset()
     model = _model(mixer).eval()
