@@ -22,7 +22,7 @@ from samu_lm.benchmarks.float64 import relative_error
 from samu_lm.benchmarks.shapes import require_gpu
 from samu_lm.benchmarks.step import SIZES
 from samu_lm.model import Decoder, RecurrentLM
-from samu_lm.ops.decode import Plan
+from samu_lm.ops.decode import Plan, default_plan
 
 DEVICE = "cuda"
 # Tokens that are compared with a parallel pass before anything is timed.
@@ -62,7 +62,7 @@ def build(sizes: dict[str, Any], mixer: str) -> RecurrentLM:
 
 
 @torch.no_grad()
-def check(model: RecurrentLM, plan: Plan) -> float:
+def check(model: RecurrentLM, plan: Plan, batch: int) -> float:
     """Holds decoded logits to a parallel pass over the same tokens, in float32 with the same weights.
 
     A parallel pass in bfloat16 rounds its residual stream and would be further off than what it is to check.
@@ -70,6 +70,7 @@ def check(model: RecurrentLM, plan: Plan) -> float:
     Args:
         model: the model.
         plan: sizes of the decoder's kernels.
+        batch: rows decoded together.
 
     Returns:
         The relative difference of the logits.
@@ -77,8 +78,8 @@ def check(model: RecurrentLM, plan: Plan) -> float:
     Raises:
         CheckFailed: more than roundings of bfloat16 apart.
     """
-    decoder = Decoder(model, 2, plan)
-    decoder.tokens.copy_(torch.tensor([1, model.vocab_size - 1]))
+    decoder = Decoder(model, batch, plan)
+    decoder.tokens.copy_(model.vocab_size - 1 - torch.arange(batch) % model.vocab_size)
     advance = start(decoder)
     tokens: list[Tensor] = []
     logits: list[Tensor] = []
@@ -94,13 +95,14 @@ def check(model: RecurrentLM, plan: Plan) -> float:
 
 
 def measure(model: RecurrentLM, plan: Plan, batches: list[int], repeats: int, copy_tb_s: float) -> list[dict[str, Any]]:
-    """Rows of one mixer, by batch size."""
-    error = check(model, plan)
+    """Rows of one mixer, by batch size; ``plan`` is for one row."""
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     ceiling = copy_tb_s * 1e12 / size
     rows = []
     for batch in batches:
-        samples = timing.event_samples(start(Decoder(model, batch, plan)), repeats)
+        chosen = plan if batch == 1 else default_plan(model.mixer, batch)
+        error = check(model, chosen, batch)
+        samples = timing.event_samples(start(Decoder(model, batch, chosen)), repeats)
         steps = 1e3 / timing.median(samples)
         rows.append(
             {
@@ -113,7 +115,7 @@ def measure(model: RecurrentLM, plan: Plan, batches: list[int], repeats: int, co
                 "ceiling_steps_per_second": ceiling,
                 "fraction_of_ceiling": steps / ceiling,
                 "error": error,
-                "plan": plan.as_dict(),
+                "plan": chosen.as_dict(),
             }
         )
     return rows
@@ -153,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
     }
     candidates = decode_plans.read(args.candidates) if args.candidates else {}
     for mixer in args.architectures:
-        model, plan = build(SIZES[args.model], mixer), Plan()
+        model, plan = build(SIZES[args.model], mixer), default_plan(mixer)
         if candidates or args.search:
             plan, tried = decode_plans.best(model, plan, candidates, args.search, start)
             result.setdefault("candidates", []).extend(tried)

@@ -39,7 +39,7 @@ _REPEATS = 100
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Candidates by name: changes to the default plan, as :meth:`Plan.changed` takes them.
+    """Candidates by name: changes to the mixer's default plan, as :meth:`Plan.changed` takes them.
 
     Raises:
         ConfigError: ``--candidates`` cannot be read, or one of them is no plan.
@@ -70,7 +70,7 @@ def best(
     Args:
         model: the model, on its device.
         plan: to start from.
-        candidates: whole plans that are tried first, as changes to the default one.
+        candidates: whole plans that are tried first, as changes to it.
         search: then try the sizes of :data:`SEARCHED`, a kernel at a time, each with the best of those before it.
         start: a decoder to the call that advances it.
 
@@ -81,12 +81,12 @@ def best(
     Raises:
         Exception: the first plan does not run.
     """
-    trial = _Trial(model, start)
+    trial, given = _Trial(model, start), plan
     alone = replace(plan, overlap=False)
     time, together = trial.run("no overlap", alone), trial.run("default", plan)
     plan, time = (plan, together) if together < time else (alone, time)
     for name, changes in candidates.items():
-        other = Plan().changed(changes)
+        other = given.changed(changes)
         if (taken := trial.run(name, other)) < time:
             plan, time = other, taken
     for kernel, size in _searched(model.mixer) if search else ():

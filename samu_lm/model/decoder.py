@@ -53,7 +53,7 @@ class Decoder:
     Args:
         model: on a GPU, with the mixer ``samu`` or ``rglru``.
         batch_size: rows B, 1 to 16.
-        plan: sizes of the kernels; None for the default ones.
+        plan: sizes of the kernels; None for the default ones, by mixer and rows.
         activations: dtype of what matrices are multiplied with.
 
     Attributes:
@@ -75,7 +75,7 @@ class Decoder:
             raise ValueError(reason)
         from samu_lm.ops import decode
 
-        self.plan = decode.Plan() if plan is None else plan
+        self.plan = decode.default_plan(model.mixer, batch_size) if plan is None else plan
         self._device, self._dtype = model.embedding.weight.device, model.embedding.weight.dtype
         on_gpu = self._device.type == "cuda"
         self._overlaps = on_gpu and torch.cuda.get_device_capability(self._device) >= (9, 0)

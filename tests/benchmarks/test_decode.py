@@ -33,7 +33,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(decode, "DEVICE", "cpu")
     monkeypatch.setattr(decode, "CHECKED", 5)
-    monkeypatch.setattr(decode, "Plan", lambda: Plan().changed(PLAN))
+    monkeypatch.setattr(decode, "default_plan", lambda mixer, rows=1: Plan().changed(PLAN))
     monkeypatch.setitem(decode.SIZES, "400m", TINY)
     monkeypatch.setattr(decode, "require_gpu", lambda: None)
     monkeypatch.setattr(decode, "start", lambda decoder: decoder.advance)

@@ -3,7 +3,7 @@
 Importing this needs Triton.
 """
 
-from samu_lm.ops.decode.plan import Plan, Split
+from samu_lm.ops.decode.plan import Plan, Split, default_plan
 from samu_lm.ops.decode.step import (
     BlockWeights,
     Buffers,
@@ -25,5 +25,6 @@ __all__ = [
     "Split",
     "Weights",
     "decode_token",
+    "default_plan",
     "make_buffers",
 ]

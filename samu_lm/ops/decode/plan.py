@@ -89,3 +89,29 @@ class Plan:
         """What :meth:`changed` takes."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {k: [v.size, v.warps, v.tile, v.groups] if isinstance(v, Split) else v for k, v in values.items()}
+
+
+# Fastest found for one row of the 400m models on an H200 (docs/performance.md). With more rows they spill registers.
+_FOUND: dict[str, dict[str, Any]] = {
+    "samu": {
+        "input": [2, 4, 512],
+        "samu": [32, 8],
+        "output": [16, 4, 256, 4],
+        "mlp_input": [32, 8, 256, 4],
+        "mlp_output": [8, 8, 512, 2],
+        "logits": [16, 8, 256, 2],
+    },
+    "rglru": {
+        "input": [4, 2, 256, 2],
+        "rglru": [8, 8],
+        "output": [4, 4, 256],
+        "mlp_input": [32, 8, 256, 4],
+        "mlp_output": [4, 2, 256, 2],
+        "logits": [4, 4, 256],
+    },
+}
+
+
+def default_plan(mixer: str, rows: int = 1) -> Plan:
+    """The plan that a model with that mixer decodes so many rows with, unless one is given."""
+    return Plan().changed(_FOUND.get(mixer, {}) if rows == 1 else {})

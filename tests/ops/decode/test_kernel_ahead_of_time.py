@@ -16,9 +16,9 @@ import torch, triton
 from samu_lm.model import RecurrentLM
 from samu_lm.model.decoder import weights_of
 from samu_lm.ops.common.launch import compile_only
-from samu_lm.ops.decode import Plan, decode_token, make_buffers
+from samu_lm.ops.decode import Plan, decode_token, default_plan, make_buffers
 
-sizes, mixer, batch = json.loads(sys.argv[1])
+sizes, mixer, batch, found = json.loads(sys.argv[1])
 with torch.device("meta"):
     model = RecurrentLM(**sizes, depth=1, mixer=mixer)
     for module in model.modules():
@@ -26,7 +26,8 @@ with torch.device("meta"):
             module.to(torch.bfloat16)
     weights = weights_of(model)
 with compile_only() as compiled:
-    decode_token(weights, make_buffers(weights, batch, model.vocab_size, Plan()), Plan(), overlaps=True)
+    plan = default_plan(mixer, batch) if found else Plan()
+    decode_token(weights, make_buffers(weights, batch, model.vocab_size, plan), plan, overlaps=True)
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 with tempfile.TemporaryDirectory() as folder:
     for name, kernel in compiled:
@@ -45,14 +46,21 @@ _ODD = {"vocab_size": 77, "width": 28, "rnn_width": 80}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "mixer", "batch"),
-    [(_400M, "samu", 1), (_400M, "rglru", 1), (_ODD, "samu", 3), (_400M, "rglru", 16)],
-    ids=["samu", "rglru", "odd sizes", "16 rows"],
+    ("sizes", "mixer", "batch", "found"),
+    [
+        (_400M, "samu", 1, True),
+        (_400M, "rglru", 1, True),
+        (_400M, "samu", 16, True),
+        (_400M, "rglru", 16, True),
+        (_ODD, "samu", 3, True),
+        (_ODD, "rglru", 3, False),
+    ],
+    ids=["samu", "rglru", "samu, 16 rows", "rglru, 16 rows", "odd sizes", "odd sizes, small plan"],
 )
-def test_compiles(sizes: dict[str, int], mixer: str, batch: int) -> None:
+def test_compiles(sizes: dict[str, int], mixer: str, batch: int, found: bool) -> None:
     """Every launch compiles, spills nothing, and has asked for its weights before it waits for the last kernel."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", _COMPILE, json.dumps([sizes, mixer, batch])]
+    command = [sys.executable, "-c", _COMPILE, json.dumps([sizes, mixer, batch, found])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
