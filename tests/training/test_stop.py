@@ -139,7 +139,7 @@ class TestMaxTime:
         text = (folder / "train.log").read_text()
         assert f"trainer.max_time is reached: stopped at step {step}; resume=last goes on from" in text
         # the time is that of one process: the run goes on although it has had its second
-        longer = ["resume=last", f"trainer.max_steps={step + 2}", "trainer.max_time=00:01:00:00"]
+        longer = ["resume=last", f"trainer.max_steps={step + 2}", "trainer.max_time={minutes: 60}"]
         assert train_py(monkeypatch, *longer, f"hydra.run.dir={folder}") == 0
         assert load(folder / "checkpoints" / "last.ckpt")["global_step"] == step + 2
 
@@ -161,6 +161,7 @@ class TestMaxTime:
         ("settings", "message"),
         [
             (["trainer.max_time=soon"], r"^trainer\.max_time=soon: must be DD:HH:MM:SS"),
+            (["trainer.max_time={fortnights: 1}"], r"^trainer\.max_time=\{'fortnights': 1\}: must be DD:HH:MM:SS"),
             (["trainer.max_time=00:00:00:00"], r"^trainer\.max_time=00:00:00:00: must be longer than no time"),
             (
                 ["trainer.max_time=00:01:00:00", "~callbacks.stop"],

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -60,7 +60,7 @@ class StopOnSignal(Callback):
         ConfigError: a time that is none.
     """
 
-    def __init__(self, requeue: bool = True, max_time: str | None = None) -> None:
+    def __init__(self, requeue: bool = True, max_time: str | Mapping[str, float] | None = None) -> None:
         self.requeue = requeue
         self._seconds = _seconds(max_time)
         self._began = time.monotonic()
@@ -171,13 +171,13 @@ class StopOnSignal(Callback):
             raise GracefulStop(self._signum)
 
 
-def _seconds(max_time: str | None) -> float | None:
+def _seconds(max_time: str | Mapping[str, float] | None) -> float | None:
     if max_time is None:
         return None
     try:
-        seconds = Timer(max_time)._duration
-    except MisconfigurationException as error:
-        remedy = "must be DD:HH:MM:SS, as in 00:11:30:00"
+        seconds = Timer(dict(max_time) if isinstance(max_time, Mapping) else max_time)._duration
+    except (MisconfigurationException, TypeError) as error:
+        remedy = "must be DD:HH:MM:SS, as in 00:11:30:00, or numbers by unit, as in {hours: 11, minutes: 30}"
         raise ConfigError("trainer.max_time", max_time, remedy) from error
     assert seconds is not None
     if seconds <= 0:
