@@ -7,10 +7,10 @@
 reaches the piece from behind, and visits only what can reach the segment's start. ``gradient_kernel`` folds the maps
 between its segment and the next first token, walks its tiles backwards, replays the states of a tile from the state
 saved before it, and writes every gradient: those of the weights as sums kept in registers where one program owns a
-whole gate block, else through the logits' gradients in memory and ``projection_kernel``.
+whole gate block, else through the logits' gradients in memory and ``projection_kernel`` (kernel_projection.py).
 
 Legend as in kernel_forward.py; P programs that share a channel block each keep their own float32 partial sums, which
-``reduce_kernel`` adds in a fixed order.
+``reduce_kernel`` (kernel_projection.py) adds in a fixed order.
 """
 
 import triton
@@ -282,8 +282,13 @@ def gradient_kernel(
             sum_w = tl.dot(x1, tl.trans(both), sum_w, input_precision="ieee")
         else:
             out_type = grad_input_logits.dtype.element_ty
-            store_rows(grad_input_logits + row, W, tok, tokens, grad_li.to(out_type), M, limit, EXACT)
-            store_rows(grad_a_logits + row, W, tok, tokens, grad_la.to(out_type), M, limit, EXACT)
+            if FROM_LOGITS:
+                store_rows(grad_input_logits + row, W, tok, tokens, grad_li.to(out_type), M, limit, EXACT)
+                store_rows(grad_a_logits + row, W, tok, tokens, grad_la.to(out_type), M, limit, EXACT)
+            else:
+                logits_row = grad_input_logits + row_tokens * (2 * W) + 2 * block + c0
+                store_rows(logits_row, 2 * W, tok, tokens, grad_li.to(out_type), M, limit, EXACT)
+                store_rows(logits_row + w, 2 * W, tok, tokens, grad_la.to(out_type), M, limit, EXACT)
         store_rows(grad_x + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit, EXACT)
 
     if segment == 0:
@@ -300,94 +305,3 @@ def gradient_kernel(
         inside = (k < w)[:, None] & (n % M < limit)[None, :]
         at_w = (part * (2 * H) + h + (n // M) * H)[None, :] * (w * w) + k[:, None] * w + (n % M)[None, :]
         tl.store(partial_weights + at_w, sum_w, mask=inside)
-
-
-@triton.jit
-def _store_part(partial_weights, part, h, H, k, n0, N: tl.constexpr, w: tl.constexpr, sum_wi, sum_wa):
-    """Columns n0.. of a program's rows of both weight gradients."""
-    n = n0 + tl.arange(0, N)
-    inside = (k < w)[:, None] & (n < w)[None, :]
-    at = partial_weights + (part * (2 * H) + h) * (w * w) + k[:, None] * w + n[None, :]
-    tl.store(at, sum_wi, mask=inside)
-    tl.store(at + H * w * w, sum_wa, mask=inside)
-
-
-@triton.jit(do_not_specialize=["L", "row_parts", "tokens_per_part"])
-def projection_kernel(
-    x, grad_input_logits, grad_a_logits, input_weight, a_weight, grad_x, partial_weights,
-    L, W, H, row_parts, tokens_per_part,
-    w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, T: tl.constexpr,
-    OPERAND: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Gradients through the projections where ``gradient_kernel`` left those of the logits in memory.
-
-    A program owns a run of one row's tokens and M of one block's input channels: it adds to their grad_x what comes
-    back through the weights, and sums their rows of both weight gradients; output channels in N1 + N2 >= w.
-    """
-    pid = tl.program_id(0)
-    k0 = (pid % pieces) * M
-    h = (pid // pieces) % H
-    part = (pid // (pieces * H)).to(tl.int64)
-    b = part // row_parts
-    begin = (part % row_parts) * tokens_per_part
-    count = tl.minimum(tokens_per_part, L - begin).to(tl.int32)
-    wi = input_weight + h * w * w
-    wa = a_weight + h * w * w
-    # transposed, [N, M]: rows of the products below are tokens
-    wi1 = tl.trans(load_weight(wi, k0, M, 0, N1, w, OPERAND))
-    wa1 = tl.trans(load_weight(wa, k0, M, 0, N1, w, OPERAND))
-    sum_wi1 = tl.zeros([M, N1], tl.float32)
-    sum_wa1 = tl.zeros([M, N1], tl.float32)
-    if N2 > 0:
-        wi2 = tl.trans(load_weight(wi, k0, M, N1, N2, w, OPERAND))
-        wa2 = tl.trans(load_weight(wa, k0, M, N1, N2, w, OPERAND))
-        sum_wi2 = tl.zeros([M, N2], tl.float32)
-        sum_wa2 = tl.zeros([M, N2], tl.float32)
-    EXACT: tl.constexpr = w % M == 0 and w == N1 + N2
-    tok = tl.arange(0, T)
-    k = k0 + tl.arange(0, M)
-    for step in tl.range(0, tl.cdiv(count, T), num_stages=STAGES):
-        live = count - step * T
-        place = (b * L + begin + step * T) * W + h * w
-        x1 = load_rows(x + place, W, tok, live, k0, M, w, EXACT).to(OPERAND)
-        dli = load_rows(grad_input_logits + place, W, tok, live, 0, N1, w, EXACT).to(OPERAND)
-        dla = load_rows(grad_a_logits + place, W, tok, live, 0, N1, w, EXACT).to(OPERAND)
-        target = grad_x + place + (tok[:, None] * W + k[None, :])
-        inside = (tok < live)[:, None] & (k < w)[None, :]
-        out = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-        out = tl.dot(dli, wi1, out, input_precision="ieee")
-        out = tl.dot(dla, wa1, out, input_precision="ieee")
-        sum_wi1 = tl.dot(tl.trans(x1), dli, sum_wi1, input_precision="ieee")
-        sum_wa1 = tl.dot(tl.trans(x1), dla, sum_wa1, input_precision="ieee")
-        if N2 > 0:
-            dli = load_rows(grad_input_logits + place, W, tok, live, N1, N2, w, EXACT).to(OPERAND)
-            dla = load_rows(grad_a_logits + place, W, tok, live, N1, N2, w, EXACT).to(OPERAND)
-            out = tl.dot(dli, wi2, out, input_precision="ieee")
-            out = tl.dot(dla, wa2, out, input_precision="ieee")
-            sum_wi2 = tl.dot(tl.trans(x1), dli, sum_wi2, input_precision="ieee")
-            sum_wa2 = tl.dot(tl.trans(x1), dla, sum_wa2, input_precision="ieee")
-        tl.store(target, out.to(grad_x.dtype.element_ty), mask=inside)
-    _store_part(partial_weights, part, h, H, k, 0, N1, w, sum_wi1, sum_wa1)
-    if N2 > 0:
-        _store_part(partial_weights, part, h, H, k, N1, N2, w, sum_wi2, sum_wa2)
-
-
-@triton.jit(do_not_specialize=["weight_parts", "vector_parts"])
-def reduce_kernel(
-    partial_weights, partial_vectors, total, weights, vectors, weight_parts, vector_parts, N: tl.constexpr
-):
-    """Adds the partial sums of every parameter in order: ``weights`` numbers of the matrices, then ``vectors``."""
-    pid = tl.program_id(0)
-    weight_programs = (weights + N - 1) // N
-    if pid < weight_programs:
-        source, size, parts, target = partial_weights, weights, weight_parts, total
-    else:
-        source, size, parts, target = partial_vectors, vectors, vector_parts, total + weights
-        pid -= weight_programs
-    n = pid * N + tl.arange(0, N)
-    inside = n < size
-    out = tl.zeros([N], tl.float32)
-    for _ in range(parts):
-        out += tl.load(source + n, mask=inside, other=0.0)
-        source += size
-    tl.store(target + n, out, mask=inside)

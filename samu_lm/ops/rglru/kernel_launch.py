@@ -7,9 +7,10 @@ from torch import Tensor
 
 from samu_lm.ops.common.launch import cdiv, launch
 from samu_lm.ops.common.replay import Replays, Slot
-from samu_lm.ops.rglru.kernel_backward import gradient_kernel, projection_kernel, reduce_kernel, summary_kernel
+from samu_lm.ops.rglru.kernel_backward import gradient_kernel, summary_kernel
 from samu_lm.ops.rglru.kernel_forward import forward_kernel
 from samu_lm.ops.rglru.kernel_plan import Problem
+from samu_lm.ops.rglru.kernel_projection import projection_kernel, reduce_kernel
 
 _replays = Replays()
 # Pieces whose maps are loaded at a time.
@@ -87,6 +88,13 @@ def parameter_sizes(problem: Problem) -> list[int]:
     return [*weights, *[problem.shape[2]] * 3]
 
 
+def _logits_gradients(problem: Problem, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Room for them: two like x for logits of the caller's, one for both gates where they stay in here, or none."""
+    if problem.from_logits:
+        return torch.empty_like(x), torch.empty_like(x)
+    return None if problem.fused else torch.empty(2 * x.numel(), dtype=x.dtype, device=x.device), None
+
+
 def backward(
     problem: Problem, x: Tensor, gates: Gates, a_param: Tensor, first: Tensor | None, saved: Tensor, grad_y: Tensor,
     grad_final: Tensor | None,
@@ -95,7 +103,7 @@ def backward(
     batch, length, width = problem.shape
     split = problem.backward
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grad_li, grad_la = (None, None) if problem.fused else (torch.empty_like(grad_x), torch.empty_like(grad_x))
+    grad_li, grad_la = _logits_gradients(problem, grad_x)
     total, grad_initial = _float32(x, problem.weights + problem.vectors), _float32(x, batch, width)
     half = split.pieces * batch * width if split.segments > 1 else 0
     at_weights = 2 * half
@@ -126,9 +134,9 @@ def backward(
             runs, tile = problem.runs, problem.projection
             tokens = runs.tiles_per_piece * runs.pieces_per_segment * tile["T"]
             launch(
-                projection_kernel, batch * runs.segments * problem.blocks * tile["pieces"], x, grad_li, grad_la,
+                projection_kernel, batch * runs.segments * problem.blocks * tile["pieces"], x, grad_li,
                 gates[0], gates[2], grad_x, weights, length, width, problem.blocks, runs.segments, tokens,
-                OPERAND=problem.operand, num_warps=8, **tile,
+                OPERAND=problem.operand, **tile,
             )  # fmt: skip
         launch(
             reduce_kernel, cdiv(problem.weights, _COLUMNS) + cdiv(problem.vectors, _COLUMNS), weights, vectors, total,

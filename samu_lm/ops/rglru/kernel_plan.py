@@ -105,15 +105,19 @@ def logits_tiling() -> Tiling:
     return Tiling(LOGITS_CHANNELS, 1, LOGITS_CHANNELS, TILE_TOKENS["logits"], 4, 2, 16, 0)
 
 
-def projection_tile(w: int) -> dict[str, int]:
-    """Tile of ``projection_kernel``: at most 64 input channels a program, output channels in one or two parts.
+# By widest block: input channels and tokens of a tile of ``projection_kernel``, stages of its loads, warps.
+PROJECTION_TILES = {128: (128, 64, 3, 8), 160: (64, 64, 3, 8), 256: (64, 64, 2, 8)}
 
-    Two stages of loads where three overflow the shared memory.
-    """
-    whole = max(16, next_power_of_two(w))
-    m, n1 = min(whole, 64), min(whole, 128)
-    n2 = 0 if w <= n1 else max(16, next_power_of_two(w - n1))
-    return {"w": w, "pieces": cdiv(w, m), "M": m, "N1": n1, "N2": n2, "T": 64, "STAGES": 3 if n1 + n2 <= 160 else 2}
+
+def projection_tile(w: int) -> dict[str, int]:
+    """Tile of ``projection_kernel``: both gates' output channels, side by side, come in one or two parts."""
+    channels, tokens, stages, warps = next(PROJECTION_TILES[widest] for widest in PROJECTION_TILES if w <= widest)
+    m, both = min(max(16, next_power_of_two(w)), channels), max(16, next_power_of_two(2 * w))
+    n1 = min(both, 256)
+    n2 = 0 if 2 * w <= n1 else max(16, next_power_of_two(2 * w - n1))
+    return {
+        "w": w, "pieces": cdiv(w, m), "M": m, "N1": n1, "N2": n2, "T": tokens, "STAGES": stages, "num_warps": warps
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
