@@ -27,7 +27,7 @@ from samu_lm.ops.common.launch import compile_only, count_launches
 from samu_lm.ops.rglru import kernel, kernel_plan
 
 Shape = tuple[int, int, int]
-_TABLES = (kernel_plan.OPTIONS, kernel_plan.WIDE_OPTIONS, kernel_plan.WIDEST_OPTIONS)
+_TABLES = tuple(kernel_plan.TABLES.values())
 _DEFAULT_TABLES = tuple(dict(table) for table in _TABLES)
 _DEFAULT_TOKENS = dict(kernel_plan.TILE_TOKENS)
 _DEFAULT_FUSED = dict(kernel_plan.FUSED_CHANNELS)

@@ -24,6 +24,8 @@ from samu_lm.ops.rglru.kernel_forward import (
     load_weight,
     locate,
     needs_selects,
+    pick_both,
+    pick_half,
     pick_rows,
     project,
     store_rows,
@@ -55,7 +57,7 @@ def summary_kernel(
     B, L, W, H, tiles_per_piece, pieces_per_segment, segments,
     FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
-    K2: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
+    K2: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     slice_, h, b, span = locate(tl.program_id(0), slices, H, B)
     piece = span + pieces_per_segment
@@ -63,7 +65,7 @@ def summary_kernel(
     c0 = slice_ * M
     limit = tl.minimum(w - c0, W - block - c0)
     own = tl.arange(0, M) < limit
-    tch = thread_channels(M)
+    tch = thread_channels(M, PAIRED)
     tok = column_tokens(T, Q, E)
     K: tl.constexpr = T // Q
     TWO: tl.constexpr = K2 > 0
@@ -123,8 +125,8 @@ def summary_kernel(
             starts = first_tokens(first, row_tokens, t0, tok, tokens, HAS_FIRST, HAS_STATE)[None, :]
             a = tl.where(starts, 0.0, tl.where((tok >= tokens)[None, :], 1.0, a))
             u = tl.where(starts, 0.0, u)
-        a = tile_to_threads(a, M, T, Q, E)
-        u = tile_to_threads(u, M, T, Q, E)
+        a = tile_to_threads(a, M, T, Q, E, PAIRED)
+        u = tile_to_threads(u, M, T, Q, E, PAIRED)
         if selects:
             tile_a, tile_u = reduce_tile(a, u, True, True, M, Q, K)
         else:
@@ -147,14 +149,16 @@ def gradient_kernel(
     FUSED: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(not (FUSED and PAIRED), "the weights' gradients want the gates side by side")
     slice_, h, b, segment = locate(tl.program_id(0), slices, H, B)
     block = h * w
     c0 = slice_ * M
     limit = tl.minimum(w - c0, W - block - c0)
     ch = tl.arange(0, M)
     own = ch < limit
-    tch = thread_channels(M)
+    tch = thread_channels(M, PAIRED)
     towns = tch < limit
     tok = column_tokens(T, Q, E)
     K: tl.constexpr = T // Q
@@ -165,19 +169,19 @@ def gradient_kernel(
     if not FROM_LOGITS:
         wi = input_weight + h * w * w
         wa = a_weight + h * w * w
-        w1 = load_both(wi, wa, 0, K1, c0, M, w, OPERAND)
+        w1 = load_both(wi, wa, 0, K1, c0, M, w, PAIRED, OPERAND)
         w2 = w1
         if TWO:
-            w2 = load_both(wi, wa, K1, K2, c0, M, w, OPERAND)
+            w2 = load_both(wi, wa, K1, K2, c0, M, w, PAIRED, OPERAND)
         bias_i = tl.load(input_bias + block + c0 + ch, mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
         bias_a = tl.load(a_bias + block + c0 + ch, mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
         if PICK:
-            pick1 = pick_rows(0, K1, c0, M, OPERAND)
-            pick2 = pick1
-            if TWO:
-                pick2 = pick_rows(K1, K2, c0, M, OPERAND)
+            pick1, pick2 = pick_both(K1, K2, c0, M, PAIRED, OPERAND)
     if PICK:
-        pick = pick_rows(0, M, 0, M, OPERAND)
+        if PAIRED:
+            pick = pick_half(1, 0, M, 0, M, OPERAND)
+        else:
+            pick = pick_rows(0, M, 0, M, OPERAND)
     if FUSED:
         sum_w = tl.zeros([K1, 2 * M], tl.float32)
     sum_bi = tl.zeros([M, Q], tl.float32)
@@ -220,7 +224,7 @@ def gradient_kernel(
             x2 = x1
             if TWO:
                 x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT).to(OPERAND))
-            li, la = apart(project(tl.trans(w1), x1, tl.trans(w2), x2, TWO), M, T)
+            li, la = apart(project(tl.trans(w1), x1, tl.trans(w2), x2, TWO), M, T, PAIRED)
             li = li * -LOG2E + bias_i
             la = la * -LOG2E + bias_a
             if PICK:
@@ -236,7 +240,9 @@ def gradient_kernel(
         # d b / d log a = -a^2 / b, its reciprocal root clipped; 0 where b is not a function of a
         slope = -a * a * tl.minimum(inverse, LARGEST_RSQRT)
         dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT))
-        if PICK:
+        if PICK and PAIRED:
+            xf, dy = apart(tl.dot(pick, dy.to(OPERAND), xf, input_precision="ieee"), M, T, PAIRED)
+        elif PICK:
             dy = tl.dot(tl.trans(pick), dy.to(OPERAND), input_precision="ieee")
         else:
             dy = dy.to(tl.float32)
@@ -257,24 +263,24 @@ def gradient_kernel(
         by_gate = v - v * i
         state = tl.load(states + (tile * B * W + column) + tch, mask=towns, other=0.0)
         state = tl.broadcast_to(state[:, None], [M, Q])
-        a = tile_to_threads(a, M, T, Q, E)
-        v = tile_to_threads(v, M, T, Q, E)
-        dy = tile_to_threads(dy, M, T, Q, E)
-        u = tile_to_threads(u, M, T, Q, E)
+        a = tile_to_threads(a, M, T, Q, E, PAIRED)
+        v = tile_to_threads(v, M, T, Q, E, PAIRED)
+        dy = tile_to_threads(dy, M, T, Q, E, PAIRED)
+        u = tile_to_threads(u, M, T, Q, E, PAIRED)
         if selects:
             by_state, g, carry = moved_states_and_adjoints(a, v, dy, u, state, carry, True, M, Q, K)
         else:
             by_state, g, carry = moved_states_and_adjoints(a, v, dy, u, state, carry, False, M, Q, K)
-        g = threads_to_tile(g, M, T, Q, E)
-        grad_r = g * (threads_to_tile(by_state, M, T, Q, E) + by_multiplier) * r
+        g = threads_to_tile(g, M, T, Q, E, PAIRED)
+        grad_r = g * (threads_to_tile(by_state, M, T, Q, E, PAIRED) + by_multiplier) * r
         grad_la = grad_r * (rate - rate * r)
         grad_li = g * by_gate
         grad_u = g * bi
 
         # a thread sums its own tokens; threads meet once, at the end
-        sum_rate += tl.sum(tile_to_threads(grad_r, M, T, Q, E), 2)
-        sum_bi += tl.sum(tile_to_threads(grad_li, M, T, Q, E), 2)
-        sum_ba += tl.sum(tile_to_threads(grad_la, M, T, Q, E), 2)
+        sum_rate += tl.sum(tile_to_threads(grad_r, M, T, Q, E, PAIRED), 2)
+        sum_bi += tl.sum(tile_to_threads(grad_li, M, T, Q, E, PAIRED), 2)
+        sum_ba += tl.sum(tile_to_threads(grad_la, M, T, Q, E, PAIRED), 2)
         if FUSED:
             both = tl.join(grad_li.to(OPERAND), grad_la.to(OPERAND))
             both = tl.reshape(tl.permute(both, (2, 0, 1)), [2 * M, T])

@@ -41,23 +41,66 @@ def load_weight(weight, k0, K: tl.constexpr, c0, M: tl.constexpr, w: tl.constexp
 
 
 @triton.jit
-def load_both(input_weight, a_weight, k0, K: tl.constexpr, c0, M: tl.constexpr, w: tl.constexpr, OPERAND: tl.constexpr):
-    """Both gates' weights side by side, ``[K, 2 M]``: one product with it costs one wait for the tensor cores."""
+def load_both(
+    input_weight, a_weight, k0, K: tl.constexpr, c0, M: tl.constexpr, w: tl.constexpr, PAIRED: tl.constexpr,
+    OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Both gates' weights, ``[K, 2 M]``: one product with it costs one wait for the tensor cores."""
     wi = load_weight(input_weight, k0, K, c0, M, w, OPERAND)
     wa = load_weight(a_weight, k0, K, c0, M, w, OPERAND)
-    return tl.reshape(tl.permute(tl.join(wi, wa), (0, 2, 1)), [K, 2 * M])
+    return together(wi, wa, K, M, PAIRED)
 
 
 @triton.jit
-def apart(both, M: tl.constexpr, T: tl.constexpr):
-    """The two halves of ``[2 M, T]``."""
-    return tl.split(tl.permute(tl.reshape(both, [2, M, T]), (1, 2, 0)))
+def together(first, second, K: tl.constexpr, M: tl.constexpr, PAIRED: tl.constexpr):
+    """Two of ``[K, M]`` as ``[K, 2 M]``: side by side, or PAIRED, eight columns of each in turn."""
+    both = tl.join(first, second)
+    if PAIRED:
+        both = tl.permute(tl.reshape(both, [K, M // 8, 8, 2]), (0, 1, 3, 2))
+    else:
+        both = tl.permute(both, (0, 2, 1))
+    return tl.reshape(both, [K, 2 * M])
+
+
+@triton.jit
+def apart(both, M: tl.constexpr, T: tl.constexpr, PAIRED: tl.constexpr):
+    """The two halves of ``[2 M, T]``, whose rows are in the order of ``together``."""
+    if PAIRED:
+        first, second = tl.split(tl.permute(tl.reshape(both, [M // 8, 2, 8, T]), (0, 2, 3, 1)))
+        first, second = tl.reshape(first, [M, T]), tl.reshape(second, [M, T])
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(both, [2, M, T]), (1, 2, 0)))
+    return first, second
 
 
 @triton.jit
 def pick_rows(k0, K: tl.constexpr, c0, M: tl.constexpr, OPERAND: tl.constexpr):
     """The 0/1 matrix ``[M, K]`` whose product with x^T is the slice's own channels, in float32 and in column order."""
     return ((k0 + tl.arange(0, K))[None, :] == (c0 + tl.arange(0, M))[:, None]).to(tl.float32).to(OPERAND)
+
+
+@triton.jit
+def pick_half(half: tl.constexpr, k0, K: tl.constexpr, c0, M: tl.constexpr, OPERAND: tl.constexpr):
+    """``[2 M, K]``: as ``pick_rows`` in one half of the rows, in the order of PAIRED, and 0 in the other."""
+    row = tl.arange(0, 2 * M)
+    channel = tl.where((row // 8) % 2 == half, c0 + (row // 16) * 8 + row % 8, -1)
+    return ((k0 + tl.arange(0, K))[None, :] == channel[:, None]).to(tl.float32).to(OPERAND)
+
+
+@triton.jit
+def pick_both(K1: tl.constexpr, K2: tl.constexpr, c0, M: tl.constexpr, PAIRED: tl.constexpr, OPERAND: tl.constexpr):
+    """What picks x from the two parts of the block's channels (the first part twice if there is no second)."""
+    if PAIRED:
+        pick1 = pick_half(0, 0, K1, c0, M, OPERAND)
+        pick2 = pick1
+        if K2 > 0:
+            pick2 = pick_half(0, K1, K2, c0, M, OPERAND)
+    else:
+        pick1 = pick_rows(0, K1, c0, M, OPERAND)
+        pick2 = pick1
+        if K2 > 0:
+            pick2 = pick_rows(K1, K2, c0, M, OPERAND)
+    return pick1, pick2
 
 
 @triton.jit
@@ -157,7 +200,7 @@ def forward_kernel(
     SUMMARY: tl.constexpr, FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr,
     SAVE: tl.constexpr, w: tl.constexpr, slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr,
     E: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     slice_, h, b, span = locate(tl.program_id(0), slices, H, B)
     block = h * w
@@ -165,7 +208,7 @@ def forward_kernel(
     limit = tl.minimum(w - c0, W - block - c0)
     ch = tl.arange(0, M)
     own = ch < limit
-    tch = thread_channels(M)
+    tch = thread_channels(M, PAIRED)
     towns = tch < limit
     tok = column_tokens(T, Q, E)
     K: tl.constexpr = T // Q
@@ -176,17 +219,14 @@ def forward_kernel(
     if not FROM_LOGITS:
         wi = input_weight + h * w * w
         wa = a_weight + h * w * w
-        w1 = tl.trans(load_both(wi, wa, 0, K1, c0, M, w, OPERAND))
+        w1 = tl.trans(load_both(wi, wa, 0, K1, c0, M, w, PAIRED, OPERAND))
         w2 = w1
         if TWO:
-            w2 = tl.trans(load_both(wi, wa, K1, K2, c0, M, w, OPERAND))
+            w2 = tl.trans(load_both(wi, wa, K1, K2, c0, M, w, PAIRED, OPERAND))
         bias_i = tl.load(input_bias + block + c0 + ch, mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
         bias_a = tl.load(a_bias + block + c0 + ch, mask=own, other=0.0).to(tl.float32)[:, None] * -LOG2E
         if PICK:
-            pick1 = pick_rows(0, K1, c0, M, OPERAND)
-            pick2 = pick1
-            if TWO:
-                pick2 = pick_rows(K1, K2, c0, M, OPERAND)
+            pick1, pick2 = pick_both(K1, K2, c0, M, PAIRED, OPERAND)
 
     column = b * W + block + c0
     piece_tokens = tiles_per_piece * T
@@ -247,11 +287,13 @@ def forward_kernel(
             x2 = x1
             if TWO:
                 x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT).to(OPERAND))
-            li, la = apart(project(w1, x1, w2, x2, TWO), M, T)
+            li, la = apart(project(w1, x1, w2, x2, TWO), M, T, PAIRED)
             li = li * -LOG2E + bias_i
             la = la * -LOG2E + bias_a
             if PICK:
                 xf = project(pick1, x1, pick2, x2, TWO)
+                if PAIRED:
+                    xf, _ = apart(xf, M, T, PAIRED)
             else:
                 xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
         i, r = two_sigmoids(li, la)
@@ -263,8 +305,8 @@ def forward_kernel(
             beyond = (tok >= tokens)[None, :]
             a = tl.where(starts, 0.0, tl.where(beyond, 1.0, a))
             b_in = tl.where(starts, 1.0, tl.where(beyond, 0.0, b_in))
-        a = tile_to_threads(a, M, T, Q, E)
-        v = tile_to_threads(b_in * i * xf, M, T, Q, E)
+        a = tile_to_threads(a, M, T, Q, E, PAIRED)
+        v = tile_to_threads(b_in * i * xf, M, T, Q, E, PAIRED)
         if SUMMARY:
             if selects:
                 tile_a, tile_v = reduce_tile(a, v, False, True, M, Q, K)
@@ -280,7 +322,7 @@ def forward_kernel(
                 h_all, carry = states(a, v, carry, True, M, Q, K)
             else:
                 h_all, carry = states(a, v, carry, False, M, Q, K)
-            out = threads_to_tile(h_all, M, T, Q, E).to(y.dtype.element_ty)
+            out = threads_to_tile(h_all, M, T, Q, E, PAIRED).to(y.dtype.element_ty)
             store_rows(y + row_tokens * W + block + c0, W, tok, tokens, out, M, limit, EXACT)
 
     if SUMMARY:

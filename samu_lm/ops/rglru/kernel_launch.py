@@ -63,9 +63,11 @@ def forward(
         if split.segments > 1:
             pieces = (split.segments - 1) * split.pieces_per_segment
             constants = problem.constants("forward_summary") | common
-            launch(forward_kernel, problem.programs(pieces), *inputs, *numbers, SUMMARY=True, **constants)
+            programs = problem.programs("forward_summary", pieces)
+            launch(forward_kernel, programs, *inputs, *numbers, SUMMARY=True, **constants)
         constants = problem.constants("forward") | common
-        launch(forward_kernel, problem.programs(split.segments), *inputs, *numbers, SUMMARY=False, **constants)
+        programs = problem.programs("forward", split.segments)
+        launch(forward_kernel, programs, *inputs, *numbers, SUMMARY=False, **constants)
 
     tensors = [*_dense(x, *gates, a_param, first, initial_state), y, final_state, saved, maps]
     _replays.run((problem, "forward", save), tensors, build)
@@ -121,13 +123,13 @@ def backward(
             pieces = split.pieces - split.pieces_per_segment
             _, a_logits, _, _, a_weight, a_bias = logits_and_gates
             launch(
-                summary_kernel, problem.programs(pieces), x, a_logits, a_weight, a_bias, a_param, marks, grad_y, maps,
-                maps.at(half), *numbers, **problem.constants("summary"),
+                summary_kernel, problem.programs("summary", pieces), x, a_logits, a_weight, a_bias, a_param, marks,
+                grad_y, maps, maps.at(half), *numbers, **problem.constants("summary"),
             )  # fmt: skip
         launch(
-            gradient_kernel, problem.programs(split.segments), x, *logits_and_gates, a_param, marks, saved, grad_y,
-            grad_final or x, maps, maps.at(half), grad_x, grad_li or x, grad_la or x, weights, vectors, grad_initial,
-            *numbers, HAS_GRAD_FINAL=grad_final is not None, FUSED=problem.fused, J=_MAPS,
+            gradient_kernel, problem.programs("gradient", split.segments), x, *logits_and_gates, a_param, marks, saved,
+            grad_y, grad_final or x, maps, maps.at(half), grad_x, grad_li or x, grad_la or x, weights, vectors,
+            grad_initial, *numbers, HAS_GRAD_FINAL=grad_final is not None, FUSED=problem.fused, J=_MAPS,
             **problem.constants("gradient"),
         )  # fmt: skip
         if problem.weights and not problem.fused:

@@ -42,17 +42,24 @@ class Options:
             stage costs registers.
         pick: take x out of the tensor cores (a product with a 0/1 matrix) rather than out of shared memory.
         registers: most registers a thread may use, None for the compiler's choice.
+        warps: warps of a program.
+        channels: most channels of a tile.
+        paired: rows of the gates' product in such an order that a thread has both gates of a channel (kernel_tile.py);
+            the gradient kernel then leaves the weights' gradients to ``projection_kernel``.
     """
 
     resident: int = 2
     stages: int = 3
     pick: bool = True
     registers: int | None = None
+    warps: int = 4
+    channels: int = 64
+    paired: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of a launch."""
         limit = {} if self.registers is None or interpreting() else {"maxnreg": self.registers}
-        return {"STAGES": self.stages, "PICK": self.pick} | limit
+        return {"STAGES": self.stages, "PICK": self.pick, "PAIRED": self.paired, "num_warps": self.warps} | limit
 
 
 OPTIONS = {
@@ -62,20 +69,20 @@ OPTIONS = {
     "gradient": Options(resident=2, stages=2),
     "projection": Options(resident=1),
 }
-# For blocks of more than 64 channels, whose weights fill more of the shared memory.
-WIDE_OPTIONS = OPTIONS | {"forward": Options(resident=3, registers=168), "gradient": Options(resident=2)}
+# For blocks of more than 64 channels: half as many numbers per thread, twice as many warps a multiprocessor.
+_PAIRED = Options(registers=128, pick=False, warps=8, paired=True)
+WIDE_OPTIONS = OPTIONS | {"forward_summary": _PAIRED, "forward": _PAIRED, "gradient": _PAIRED}
 # For blocks of more than 128.
-WIDEST_OPTIONS = OPTIONS | {
-    "forward_summary": Options(pick=False),
-    "forward": Options(resident=2, pick=False),
-    "summary": Options(pick=False),
-    "gradient": Options(resident=2),
-}
+WIDER_OPTIONS = WIDE_OPTIONS | {"summary": Options(pick=False)}
+# For blocks of more than 160: the shared memory holds one such program.
+WIDEST_OPTIONS = WIDER_OPTIONS | {"gradient": Options(resident=1, pick=False, warps=8, paired=True)}
+# By widest block.
+TABLES = {64: OPTIONS, 128: WIDE_OPTIONS, 160: WIDER_OPTIONS, 256: WIDEST_OPTIONS}
 
 
 def options(kernel: str, w: int) -> Options:
     """Options of the kernel of that name for gate blocks of w channels."""
-    return (OPTIONS if w <= 64 else WIDE_OPTIONS if w <= 128 else WIDEST_OPTIONS)[kernel]
+    return next(table for widest, table in TABLES.items() if w <= widest)[kernel]
 
 
 @dataclass(frozen=True)
@@ -92,10 +99,10 @@ class Tiling:
     K2: int
 
 
-def mixer_tiling(w: int) -> Tiling:
-    """Tile for gate blocks of w channels: the whole block up to 64 channels, slices of 64 beyond."""
+def mixer_tiling(w: int, channels: int = 64) -> Tiling:
+    """Tile for gate blocks of w channels: the whole block up to so many channels, slices of as many beyond."""
     whole = max(16, next_power_of_two(w))
-    m, k1 = min(whole, 64), min(whole, 128)
+    m, k1 = min(whole, channels), min(whole, 128)
     k2 = 0 if w <= k1 else max(16, next_power_of_two(w - k1))
     return Tiling(w, cdiv(w, m), m, TILE_TOKENS["mixer"], 4, 2, k1, k2)
 
@@ -161,6 +168,7 @@ class Problem:
 
     Attributes:
         shape: (B, L, W).
+        tiling: of the passes' T and w; a kernel's own number of channels is in ``tile``.
         blocks: H, or the slices of ``LOGITS_CHANNELS`` channels where the logits come from memory.
         fused: the gradient kernel keeps the weights' gradients in registers.
         forward, backward: how the passes cut a row.
@@ -175,7 +183,7 @@ class Problem:
         self.w = self.tiling.w
         self.blocks = cdiv(width, self.w)
         self.dtype, self.processors = dtype, multiprocessors(device)
-        self.fused = not self.from_logits and w <= FUSED_CHANNELS["gradient"]
+        self.fused = not (self.from_logits or w > FUSED_CHANNELS["gradient"] or options("gradient", self.w).paired)
         self.weights = 0 if self.from_logits else 2 * self.blocks * w * w
         self.vectors = 3 * width
         self.sizes = (batch, length, width, self.blocks)
@@ -188,19 +196,23 @@ class Problem:
         self.runs = split_row(length, self.projection["T"], columns, wanted)
 
     def _split(self, kernel: str) -> Split:
-        columns = self.programs(1)
+        columns = self.programs(kernel, 1)
         return split_row(self.shape[1], self.tiling.T, columns, options(kernel, self.w).resident * self.processors)
 
-    def programs(self, spans: int) -> int:
+    def tile(self, kernel: str) -> Tiling:
+        """Tile of that kernel."""
+        return self.tiling if self.from_logits else mixer_tiling(self.w, options(kernel, self.w).channels)
+
+    def programs(self, kernel: str, spans: int) -> int:
         """Programs that run that many segments or pieces of every row and channel block."""
-        return self.shape[0] * self.blocks * self.tiling.slices * spans
+        return self.shape[0] * self.blocks * self.tile(kernel).slices * spans
 
     def constants(self, kernel: str) -> dict[str, Any]:
         """Compile-time arguments of the kernel of that name in ``OPTIONS``."""
         chosen = options(kernel, self.w).arguments()
         if self.dtype == torch.float32 or self.from_logits:
             chosen["PICK"] = False
-        return vars(self.tiling) | chosen | self._flags | {"OPERAND": self.operand, "num_warps": 4}
+        return vars(self.tile(kernel)) | chosen | self._flags | {"OPERAND": self.operand}
 
     @property
     def weight_parts(self) -> int:

@@ -8,6 +8,10 @@ then runs in registers and only Q numbers per channel cross threads. Rows are re
 column order (``tile_to_threads``), which keeps the compiler from moving it through shared memory. All of this is a
 choice of layout: the results are right whatever layout the compiler picks.
 
+A product for both gates has rows for both. PAIRED, row 16 j + 8 g + c belongs to channel 8 j + c and gate g: the two
+rows of a thread, r and r + 8, are then the two gates of one channel, so a tile of 64 channels spreads over eight warps
+with half as many numbers per thread, and no row needs a new number.
+
 Legend: M channels, T tokens, Q thread groups along the tokens, K = T/Q tokens of a thread, a transition, v input.
 """
 
@@ -34,25 +38,34 @@ def column_tokens(T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
-def thread_channels(M: tl.constexpr):
+def thread_channels(M: tl.constexpr, PAIRED: tl.constexpr):
     """Channel, within its tile, of each row after ``tile_to_threads``."""
     m = tl.arange(0, M)
-    return ((m // 8) % (M // 16)) * 16 + (m // (M // 2)) * 8 + m % 8
+    if PAIRED:
+        return m
+    else:
+        return ((m // 8) % (M // 16)) * 16 + (m // (M // 2)) * 8 + m % 8
 
 
 @triton.jit
-def tile_to_threads(t, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr):
+def tile_to_threads(t, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, PAIRED: tl.constexpr):
     """``[M, T]`` in column order to ``[M, Q, K]``: channels as ``thread_channels``, tokens in their own order."""
-    t = tl.reshape(t, [M // 16, 2, 8, T // (Q * E), Q, E])
-    t = tl.permute(t, (1, 0, 2, 4, 3, 5))
+    if PAIRED:
+        t = tl.permute(tl.reshape(t, [M, T // (Q * E), Q, E]), (0, 2, 1, 3))
+    else:
+        t = tl.reshape(t, [M // 16, 2, 8, T // (Q * E), Q, E])
+        t = tl.permute(t, (1, 0, 2, 4, 3, 5))
     return tl.reshape(t, [M, Q, T // Q])
 
 
 @triton.jit
-def threads_to_tile(t, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr):
+def threads_to_tile(t, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, PAIRED: tl.constexpr):
     """Inverse of ``tile_to_threads``."""
-    t = tl.reshape(t, [2, M // 16, 8, Q, T // (Q * E), E])
-    t = tl.permute(t, (1, 0, 2, 4, 3, 5))
+    if PAIRED:
+        t = tl.permute(tl.reshape(t, [M, Q, T // (Q * E), E]), (0, 2, 1, 3))
+    else:
+        t = tl.reshape(t, [2, M // 16, 8, Q, T // (Q * E), E])
+        t = tl.permute(t, (1, 0, 2, 4, 3, 5))
     return tl.reshape(t, [M, T])
 
 
