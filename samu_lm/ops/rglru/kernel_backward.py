@@ -58,6 +58,7 @@ def summary_kernel(
     FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
     slice_, h, b, span = locate(tl.program_id(0), slices, H, B)
     piece = span + pieces_per_segment
@@ -98,29 +99,30 @@ def summary_kernel(
             nearest = tokens_to_reset(first, b * L + begin, count, False, 1024)
             if nearest < count:
                 tiles = nearest // T + 1
-    for step in tl.range(0, tiles, num_stages=STAGES):
-        t0 = begin + step * T
-        tokens = (end - t0).to(tl.int32)
+    t0 = begin.to(tl.int32)
+    row = (b * L + t0) * W + block
+    for _ in tl.range(0, tiles, num_stages=STAGES):
+        tokens = end.to(tl.int32) - t0
         row_tokens = b * L + t0
-        grad_row = grad_y + row_tokens * W + block + c0
-        dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT))
+        grad_row = grad_y + c0 + row
+        dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT, WHOLE))
         if PICK:
             dy = tl.dot(pick, dy.to(OPERAND), input_precision="ieee")
         else:
             dy = dy.to(tl.float32)
         if FROM_LOGITS:
-            logits_row = a_logits + row_tokens * W + block + c0
-            la = tl.trans(load_rows(logits_row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32) * -LOG2E
+            logits_row = a_logits + c0 + row
+            la = tl.trans(load_rows(logits_row, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(tl.float32) * -LOG2E
         else:
-            x_row = x + row_tokens * W + block
-            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT).to(OPERAND))
+            x_row = x + row
+            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT, WHOLE).to(OPERAND))
             x2 = x1
             if TWO:
-                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT).to(OPERAND))
+                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT, WHOLE).to(OPERAND))
             la = project(wa1, x1, wa2, x2, TWO) * -LOG2E + bias_a
         a, _ = transition(one_sigmoid(la), rate)
         u = a * dy
-        selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE)
+        selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE, WHOLE)
         if selects:
             starts = first_tokens(first, row_tokens, t0, tok, tokens, HAS_FIRST, HAS_STATE)[None, :]
             a = tl.where(starts, 0.0, tl.where((tok >= tokens)[None, :], 1.0, a))
@@ -134,6 +136,8 @@ def summary_kernel(
         # this tile's map, then that of the tiles before it
         carry = advance(product, carry, tile_u, HAS_FIRST)
         product = through(product, tile_a, HAS_FIRST)
+        t0 += T
+        row += T * W
 
     at = piece * B * W + b * W + block + c0
     store_state(summary_a + at, tch, tch < limit, product, Q)
@@ -149,7 +153,7 @@ def gradient_kernel(
     FUSED: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PAIRED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(not (FUSED and PAIRED), "the weights' gradients want the gates side by side")
     slice_, h, b, segment = locate(tl.program_id(0), slices, H, B)
@@ -207,30 +211,45 @@ def gradient_kernel(
 
     carry = tl.broadcast_to(carry[:, None], [M, Q])
     tiles = ((end - begin + T - 1) // T).to(tl.int32)
-    for step in tl.range(0, tiles, num_stages=STAGES):
-        tile = begin // T + tiles - 1 - step
-        t0 = tile * T
-        tokens = (end - t0).to(tl.int32)
+    t0 = (begin + (tiles - 1) * T).to(tl.int32)
+    row = (b * L + t0) * W
+    x += block
+    own_block = block + c0
+    all_rows = B.to(tl.int64) * W
+    saved = states + (t0 // T) * all_rows + column
+    for _ in tl.range(0, tiles, num_stages=STAGES):
+        tokens = end.to(tl.int32) - t0
         row_tokens = b * L + t0
-        row = row_tokens * W + block + c0
-        x_row = x + row_tokens * W + block
-        grad_row = grad_y + row_tokens * W + block + c0
+        x_row = x + row
+        grad_row = grad_y + own_block + row
+        # here, so that one wait serves all loads
+        state = tl.load(saved + tch, mask=towns, other=0.0)
         if FROM_LOGITS:
-            xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
-            li = tl.trans(load_rows(input_logits + row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32) * -LOG2E
-            la = tl.trans(load_rows(a_logits + row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32) * -LOG2E
+            xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(tl.float32)
+            li = (
+                tl.trans(load_rows(input_logits + own_block + row, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(
+                    tl.float32
+                )
+                * -LOG2E
+            )
+            la = (
+                tl.trans(load_rows(a_logits + own_block + row, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(
+                    tl.float32
+                )
+                * -LOG2E
+            )
         else:
-            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT).to(OPERAND))
+            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT, WHOLE).to(OPERAND))
             x2 = x1
             if TWO:
-                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT).to(OPERAND))
+                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT, WHOLE).to(OPERAND))
             li, la = apart(project(tl.trans(w1), x1, tl.trans(w2), x2, TWO), M, T, PAIRED)
             li = li * -LOG2E + bias_i
             la = la * -LOG2E + bias_a
             if PICK:
                 xf = project(pick1, x1, pick2, x2, TWO)
             else:
-                xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
+                xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(tl.float32)
 
         i, r = two_sigmoids(li, la)
         a, left = transition(r, rate)
@@ -239,7 +258,7 @@ def gradient_kernel(
         b_in = z * inverse
         # d b / d log a = -a^2 / b, its reciprocal root clipped; 0 where b is not a function of a
         slope = -a * a * tl.minimum(inverse, LARGEST_RSQRT)
-        dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT))
+        dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT, WHOLE))
         if PICK and PAIRED:
             xf, dy = apart(tl.dot(pick, dy.to(OPERAND), xf, input_precision="ieee"), M, T, PAIRED)
         elif PICK:
@@ -247,7 +266,7 @@ def gradient_kernel(
         else:
             dy = dy.to(tl.float32)
         u = a * dy
-        selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE)
+        selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE, WHOLE)
         if selects:
             starts = first_tokens(first, row_tokens, t0, tok, tokens, HAS_FIRST, HAS_STATE)[None, :]
             beyond = (tok >= tokens)[None, :]
@@ -261,7 +280,6 @@ def gradient_kernel(
         v = b_in * gated
         by_multiplier = gated * slope
         by_gate = v - v * i
-        state = tl.load(states + (tile * B * W + column) + tch, mask=towns, other=0.0)
         state = tl.broadcast_to(state[:, None], [M, Q])
         a = tile_to_threads(a, M, T, Q, E, PAIRED)
         v = tile_to_threads(v, M, T, Q, E, PAIRED)
@@ -289,13 +307,20 @@ def gradient_kernel(
         else:
             out_type = grad_input_logits.dtype.element_ty
             if FROM_LOGITS:
-                store_rows(grad_input_logits + row, W, tok, tokens, grad_li.to(out_type), M, limit, EXACT)
-                store_rows(grad_a_logits + row, W, tok, tokens, grad_la.to(out_type), M, limit, EXACT)
+                store_rows(
+                    grad_input_logits + own_block + row, W, tok, tokens, grad_li.to(out_type), M, limit, EXACT, WHOLE
+                )
+                store_rows(
+                    grad_a_logits + own_block + row, W, tok, tokens, grad_la.to(out_type), M, limit, EXACT, WHOLE
+                )
             else:
-                logits_row = grad_input_logits + row_tokens * (2 * W) + 2 * block + c0
-                store_rows(logits_row, 2 * W, tok, tokens, grad_li.to(out_type), M, limit, EXACT)
-                store_rows(logits_row + w, 2 * W, tok, tokens, grad_la.to(out_type), M, limit, EXACT)
-        store_rows(grad_x + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit, EXACT)
+                logits_row = grad_input_logits + (own_block + block) + 2 * row
+                store_rows(logits_row, 2 * W, tok, tokens, grad_li.to(out_type), M, limit, EXACT, WHOLE)
+                store_rows(logits_row + w, 2 * W, tok, tokens, grad_la.to(out_type), M, limit, EXACT, WHOLE)
+        store_rows(grad_x + own_block + row, W, tok, tokens, grad_u.to(grad_x.dtype.element_ty), M, limit, EXACT, WHOLE)
+        t0 -= T
+        row -= T * W
+        saved -= all_rows
 
     if segment == 0:
         store_state(grad_initial + column, tch, towns, carry, Q)

@@ -104,25 +104,40 @@ def pick_both(K1: tl.constexpr, K2: tl.constexpr, c0, M: tl.constexpr, PAIRED: t
 
 
 @triton.jit
-def load_rows(row, W, tok, tokens, k0, K: tl.constexpr, limit, EXACT: tl.constexpr):
-    """``[T, K]`` of activations: tokens ``tok`` of the tile, channels k0..; 0 from ``tokens`` and ``limit`` on.
+def inside_tile(tok, tokens, ch, limit, EXACT: tl.constexpr, WHOLE: tl.constexpr):
+    """Mask ``[T, M]`` of a tile: tokens before ``tokens`` and channels before ``limit``; None where nothing is outside.
 
-    EXACT promises that no channel reaches ``limit``.
+    EXACT promises that of every channel, WHOLE that of every token.
     """
-    k = tl.arange(0, K)
-    inside = (tok < tokens)[:, None]
-    if not EXACT:
-        inside = inside & (k0 + k < limit)[None, :]
-    return tl.load(row + k0 + (tok[:, None] * W + k[None, :]), mask=inside, other=0.0)
+    if EXACT and WHOLE:
+        inside = None
+    elif EXACT:
+        inside = (tok < tokens)[:, None]
+    elif WHOLE:
+        inside = (ch < limit)[None, :]
+    else:
+        inside = (tok < tokens)[:, None] & (ch < limit)[None, :]
+    return inside
 
 
 @triton.jit
-def store_rows(row, W, tok, tokens, tile, M: tl.constexpr, limit, EXACT: tl.constexpr):
+def load_rows(row, W, tok, tokens, k0, K: tl.constexpr, limit, EXACT: tl.constexpr, WHOLE: tl.constexpr):
+    """``[T, K]`` of activations: tokens ``tok`` of the tile, channels k0..; 0 from ``tokens`` and ``limit`` on."""
+    k = tl.arange(0, K)
+    inside = inside_tile(tok, tokens, k0 + k, limit, EXACT, WHOLE)
+    target = row + k0 + (tok[:, None] * W + k[None, :])
+    if inside is None:
+        tile = tl.load(target)
+    else:
+        tile = tl.load(target, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(row, W, tok, tokens, tile, M: tl.constexpr, limit, EXACT: tl.constexpr, WHOLE: tl.constexpr):
     """Writes ``[M, T]`` (column order) as tokens by channels."""
     ch = tl.arange(0, M)
-    inside = (tok < tokens)[:, None]
-    if not EXACT:
-        inside = inside & (ch < limit)[None, :]
+    inside = inside_tile(tok, tokens, ch, limit, EXACT, WHOLE)
     tl.store(row + (tok[:, None] * W + ch[None, :]), tl.trans(tile), mask=inside)
 
 
@@ -136,13 +151,19 @@ def project(w1, x1, w2, x2, TWO: tl.constexpr):
 
 
 @triton.jit
-def needs_selects(first, row_tokens, t0, tokens, T: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr):
+def needs_selects(
+    first, row_tokens, t0, tokens, T: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
     """Whether the tile holds a first token, or ends beyond its row; ``row_tokens`` is the offset of the tile's mask."""
     selects = tokens < T
     if HAS_FIRST:
         n = tl.arange(0, T)
-        marks = tl.load(first + row_tokens + n, mask=n < tokens, other=0).to(tl.int32)
-        selects = selects | (tl.max(marks, 0) > 0)
+        if WHOLE:
+            marks = tl.load(first + row_tokens + n)
+        else:
+            marks = tl.load(first + row_tokens + n, mask=n < tokens, other=0)
+        selects = selects | (tl.max(marks.to(tl.int32), 0) > 0)
     if not HAS_STATE:
         selects = selects | (t0 == 0)
     return selects
@@ -200,7 +221,7 @@ def forward_kernel(
     SUMMARY: tl.constexpr, FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr,
     SAVE: tl.constexpr, w: tl.constexpr, slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr,
     E: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr,
-    STAGES: tl.constexpr, PAIRED: tl.constexpr,
+    STAGES: tl.constexpr, PAIRED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     slice_, h, b, span = locate(tl.program_id(0), slices, H, B)
     block = h * w
@@ -265,28 +286,38 @@ def forward_kernel(
         carry = fold_pieces(carry, summary_a, summary_v, from_piece, 1, pieces, B, W, column, tch, towns, HAS_FIRST, J)
 
     carry = tl.broadcast_to(carry[:, None], [M, Q])
-    for step in tl.range(0, tiles, num_stages=STAGES):
-        if SUMMARY:
-            tile = begin // T + last - step
-        else:
-            tile = begin // T + step
-        t0 = tile * T
-        tokens = (end - t0).to(tl.int32)
+    # where a step's tile lies is counted on from step to step: multiplying 64-bit numbers costs issue slots
+    if SUMMARY:
+        t0 = (begin + last * T).to(tl.int32)
+        to_next: tl.constexpr = -T
+    else:
+        t0 = begin.to(tl.int32)
+        to_next: tl.constexpr = T
+    row = (b * L + t0) * W
+    x += block
+    y += block + c0
+    all_rows = B.to(tl.int64) * W
+    saved = states_out + (t0 // T) * all_rows + column
+    for _ in tl.range(0, tiles, num_stages=STAGES):
+        tokens = end.to(tl.int32) - t0
         row_tokens = b * L + t0
-        x_row = x + row_tokens * W + block
+        x_row = x + row
         if FROM_LOGITS:
-            logits_row = row_tokens * W + block + c0
-            xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
+            logits_row = row + block + c0
+            xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(tl.float32)
             li = (
-                tl.trans(load_rows(input_logits + logits_row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
+                tl.trans(load_rows(input_logits + logits_row, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(tl.float32)
                 * -LOG2E
             )
-            la = tl.trans(load_rows(a_logits + logits_row, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32) * -LOG2E
+            la = (
+                tl.trans(load_rows(a_logits + logits_row, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(tl.float32)
+                * -LOG2E
+            )
         else:
-            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT).to(OPERAND))
+            x1 = tl.trans(load_rows(x_row, W, tok, tokens, 0, K1, w, EXACT, WHOLE).to(OPERAND))
             x2 = x1
             if TWO:
-                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT).to(OPERAND))
+                x2 = tl.trans(load_rows(x_row, W, tok, tokens, K1, K2, w, EXACT, WHOLE).to(OPERAND))
             li, la = apart(project(w1, x1, w2, x2, TWO), M, T, PAIRED)
             li = li * -LOG2E + bias_i
             la = la * -LOG2E + bias_a
@@ -295,11 +326,11 @@ def forward_kernel(
                 if PAIRED:
                     xf, _ = apart(xf, M, T, PAIRED)
             else:
-                xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT)).to(tl.float32)
+                xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(tl.float32)
         i, r = two_sigmoids(li, la)
         a, left = transition(r, rate)
         b_in = tl.sqrt(left + left * a)
-        selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE)
+        selects = needs_selects(first, row_tokens, t0, tokens, T, HAS_FIRST, HAS_STATE, WHOLE)
         if selects:
             starts = first_tokens(first, row_tokens, t0, tok, tokens, HAS_FIRST, HAS_STATE)[None, :]
             beyond = (tok >= tokens)[None, :]
@@ -317,13 +348,16 @@ def forward_kernel(
             product = through(product, tile_a, HAS_FIRST)
         else:
             if SAVE:
-                store_state(states_out + (tile * B * W + column), tch, towns, carry, Q)
+                store_state(saved, tch, towns, carry, Q)
             if selects:
                 h_all, carry = states(a, v, carry, True, M, Q, K)
             else:
                 h_all, carry = states(a, v, carry, False, M, Q, K)
             out = threads_to_tile(h_all, M, T, Q, E, PAIRED).to(y.dtype.element_ty)
-            store_rows(y + row_tokens * W + block + c0, W, tok, tokens, out, M, limit, EXACT)
+            store_rows(y + row, W, tok, tokens, out, M, limit, EXACT, WHOLE)
+            saved += all_rows
+        t0 += to_next
+        row += to_next * W
 
     if SUMMARY:
         at = span * B * W + column

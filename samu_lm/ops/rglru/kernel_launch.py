@@ -138,7 +138,7 @@ def backward(
             launch(
                 projection_kernel, batch * runs.segments * problem.blocks * tile["pieces"], x, grad_li,
                 gates[0], gates[2], grad_x, weights, length, width, problem.blocks, runs.segments, tokens,
-                OPERAND=problem.operand, **tile,
+                OPERAND=problem.operand, WHOLE=length % tile["T"] == 0, **tile,
             )  # fmt: skip
         launch(
             reduce_kernel, cdiv(problem.weights, _COLUMNS) + cdiv(problem.vectors, _COLUMNS), weights, vectors, total,

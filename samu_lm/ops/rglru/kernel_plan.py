@@ -188,6 +188,7 @@ class Problem:
         self.vectors = 3 * width
         self.sizes = (batch, length, width, self.blocks)
         self._flags = {"FROM_LOGITS": self.from_logits, "HAS_FIRST": first, "HAS_STATE": state}
+        self._flags["WHOLE"] = length % self.tiling.T == 0
         self.operand = tl.float32 if interpreting() else OPERANDS[dtype]
         self.forward, self.backward = (self._split(name) for name in ("forward", "gradient"))
         self.projection = projection_tile(self.w)

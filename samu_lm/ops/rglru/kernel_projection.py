@@ -6,7 +6,7 @@ Legend as in kernel_forward.py; here M counts a block's input channels and N1 + 
 import triton
 import triton.language as tl
 
-from samu_lm.ops.rglru.kernel_forward import load_rows
+from samu_lm.ops.rglru.kernel_forward import inside_tile, load_rows
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def projection_kernel(
     x, grad_logits, input_weight, a_weight, grad_x, partial_weights,
     L, W, H, row_parts, tokens_per_part,
     w: tl.constexpr, pieces: tl.constexpr, M: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, T: tl.constexpr,
-    OPERAND: tl.constexpr, STAGES: tl.constexpr,
+    OPERAND: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Gradients through the projections where ``gradient_kernel`` left those of the logits in memory.
 
@@ -64,25 +64,23 @@ def projection_kernel(
     grad_row = grad_x + (b * L + begin) * W + h * w
     logits_row = grad_logits + (b * L + begin) * (2 * W) + h * (2 * w)
     # what is there already: read a step ahead, because the pipeline of loads is for what the products take
-    target = load_rows(grad_row, W, tok, count, k0, M, w, EXACT)
+    target = load_rows(grad_row, W, tok, count, k0, M, w, EXACT, WHOLE)
     for step in tl.range(0, tl.cdiv(count, T), num_stages=STAGES):
         live = count - step * T
-        x1 = load_rows(x_row, W, tok, live, k0, M, w, EXACT).to(OPERAND)
-        both = load_rows(logits_row, 2 * W, tok, live, 0, N1, 2 * w, EXACT).to(OPERAND)
-        ahead = load_rows(grad_row + T * W, W, tok, live - T, k0, M, w, EXACT)
+        x1 = load_rows(x_row, W, tok, live, k0, M, w, EXACT, WHOLE).to(OPERAND)
+        both = load_rows(logits_row, 2 * W, tok, live, 0, N1, 2 * w, EXACT, WHOLE).to(OPERAND)
+        ahead = load_rows(grad_row + T * W, W, tok, live - T, k0, M, w, EXACT, False)
         out = tl.dot(both, tl.trans(w1), input_precision="ieee")
         # not out + target, which would be taken for the product's accumulator: the product would wait for it
         out = tl.fma(out, 1.0, target.to(tl.float32))
         sum1 = tl.dot(tl.trans(x1), both, sum1, input_precision="ieee")
         if N2 > 0:
-            both = load_rows(logits_row, 2 * W, tok, live, N1, N2, 2 * w, EXACT).to(OPERAND)
+            both = load_rows(logits_row, 2 * W, tok, live, N1, N2, 2 * w, EXACT, WHOLE).to(OPERAND)
             # nor is the first product the second's: eight warps would then compute 64 rows twice
             out = tl.fma(tl.dot(both, tl.trans(w2), input_precision="ieee"), 1.0, out)
             sum2 = tl.dot(tl.trans(x1), both, sum2, input_precision="ieee")
-        inside = (tok < live)[:, None]
         k = tl.arange(0, M)
-        if not EXACT:
-            inside = inside & (k0 + k < w)[None, :]
+        inside = inside_tile(tok, live, k0 + k, w, EXACT, WHOLE)
         tl.store(grad_row + k0 + (tok[:, None] * W + k[None, :]), out.to(grad_x.dtype.element_ty), mask=inside)
         target = ahead
         x_row += T * W
