@@ -21,6 +21,7 @@ from samu_lm.ops.rglru.kernel_forward import (
     first_tokens,
     load_both,
     load_rows,
+    load_slice,
     load_weight,
     locate,
     needs_selects,
@@ -58,7 +59,7 @@ def summary_kernel(
     FROM_LOGITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_STATE: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr, PAIRED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    RUN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     slice_, h, b, span = locate(tl.program_id(0), slices, H, B)
     piece = span + pieces_per_segment
@@ -153,7 +154,7 @@ def gradient_kernel(
     FUSED: tl.constexpr, w: tl.constexpr,
     slices: tl.constexpr, M: tl.constexpr, T: tl.constexpr, Q: tl.constexpr, E: tl.constexpr, K1: tl.constexpr,
     K2: tl.constexpr, J: tl.constexpr, PICK: tl.constexpr, OPERAND: tl.constexpr, STAGES: tl.constexpr,
-    PAIRED: tl.constexpr, WHOLE: tl.constexpr,
+    PAIRED: tl.constexpr, RUN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(not (FUSED and PAIRED), "the weights' gradients want the gates side by side")
     slice_, h, b, segment = locate(tl.program_id(0), slices, H, B)
@@ -249,7 +250,7 @@ def gradient_kernel(
             if PICK:
                 xf = project(pick1, x1, pick2, x2, TWO)
             else:
-                xf = tl.trans(load_rows(x_row + c0, W, tok, tokens, 0, M, limit, EXACT, WHOLE)).to(tl.float32)
+                xf = load_slice(x_row + c0, W, tok, tokens, M, T, limit, RUN, EXACT, WHOLE).to(tl.float32)
 
         i, r = two_sigmoids(li, la)
         a, left = transition(r, rate)
@@ -258,7 +259,10 @@ def gradient_kernel(
         b_in = z * inverse
         # d b / d log a = -a^2 / b, its reciprocal root clipped; 0 where b is not a function of a
         slope = -a * a * tl.minimum(inverse, LARGEST_RSQRT)
-        dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT, WHOLE))
+        if PICK:
+            dy = tl.trans(load_rows(grad_row, W, tok, tokens, 0, M, limit, EXACT, WHOLE))
+        else:
+            dy = load_slice(grad_row, W, tok, tokens, M, T, limit, RUN, EXACT, WHOLE)
         if PICK and PAIRED:
             xf, dy = apart(tl.dot(pick, dy.to(OPERAND), xf, input_precision="ieee"), M, T, PAIRED)
         elif PICK:

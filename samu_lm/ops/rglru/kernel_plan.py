@@ -46,6 +46,7 @@ class Options:
         channels: most channels of a tile.
         paired: rows of the gates' product in such an order that a thread has both gates of a channel (kernel_tile.py);
             the gradient kernel then leaves the weights' gradients to ``projection_kernel``.
+        run: channels of a slice that lie together in shared memory, where it is read from there (``pick`` not set).
     """
 
     resident: int = 2
@@ -55,11 +56,13 @@ class Options:
     warps: int = 4
     channels: int = 64
     paired: bool = False
+    run: int = 64
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of a launch."""
         limit = {} if self.registers is None or interpreting() else {"maxnreg": self.registers}
-        return {"STAGES": self.stages, "PICK": self.pick, "PAIRED": self.paired, "num_warps": self.warps} | limit
+        shape = {"STAGES": self.stages, "PICK": self.pick, "PAIRED": self.paired, "RUN": self.run}
+        return shape | {"num_warps": self.warps} | limit
 
 
 OPTIONS = {
@@ -70,12 +73,12 @@ OPTIONS = {
     "projection": Options(resident=1),
 }
 # For blocks of more than 64 channels: half as many numbers per thread, twice as many warps a multiprocessor.
-_PAIRED = Options(registers=128, pick=False, warps=8, paired=True)
+_PAIRED = Options(registers=128, pick=False, warps=8, paired=True, run=16)
 WIDE_OPTIONS = OPTIONS | {"forward_summary": _PAIRED, "forward": _PAIRED, "gradient": _PAIRED}
 # For blocks of more than 128.
 WIDER_OPTIONS = WIDE_OPTIONS | {"summary": Options(pick=False)}
 # For blocks of more than 160: the shared memory holds one such program.
-WIDEST_OPTIONS = WIDER_OPTIONS | {"gradient": Options(resident=1, pick=False, warps=8, paired=True)}
+WIDEST_OPTIONS = WIDER_OPTIONS | {"gradient": Options(resident=1, pick=False, warps=8, paired=True, run=16)}
 # By widest block.
 TABLES = {64: OPTIONS, 128: WIDE_OPTIONS, 160: WIDER_OPTIONS, 256: WIDEST_OPTIONS}
 

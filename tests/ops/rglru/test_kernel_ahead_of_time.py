@@ -44,10 +44,11 @@ print(json.dumps([(name, k.metadata.shared, k.asm["ptx"].count("wgmma.mma_async"
     ("w", "kind", "first", "state", "names"),
     [
         (64, "bfloat16", True, False, ["forward"] * 2 + ["summary", "gradient", "reduce"]),
+        (128, "bfloat16", True, False, ["forward"] * 2 + ["summary", "gradient", "projection", "reduce"]),
         (160, "float16", False, True, ["forward"] * 2 + ["summary", "gradient", "projection", "reduce"]),
         (0, "float32", True, True, ["forward"] * 2 + ["summary", "gradient", "reduce"]),
     ],
-    ids=["whole blocks", "slices", "from logits"],
+    ids=["whole blocks", "halves", "slices", "from logits"],
 )
 def test_compiles(w: int, kind: str, first: bool, state: bool, names: list[str]) -> None:
     """Every launch compiles, fits the chip's shared memory, and its products are on the tensor cores."""
