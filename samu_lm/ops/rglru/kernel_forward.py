@@ -296,7 +296,6 @@ def forward_kernel(
         begin = span * pieces_per_segment * piece_tokens
         end = tl.minimum(begin + pieces_per_segment * piece_tokens, L)
         tiles = ((end - begin + T - 1) // T).to(tl.int32)
-        last = tiles - 1
         # the state before the segment: fold the pieces from the last first token before it, or from the row's start
         from_piece = span * 0
         if HAS_STATE:
@@ -310,12 +309,10 @@ def forward_kernel(
 
     carry = tl.broadcast_to(carry[:, None], [M, Q])
     # where a step's tile lies is counted on from step to step: multiplying 64-bit numbers costs issue slots
+    to_next: tl.constexpr = -T if SUMMARY else T
     if SUMMARY:
-        t0 = (begin + last * T).to(tl.int32)
-        to_next: tl.constexpr = -T
-    else:
-        t0 = begin.to(tl.int32)
-        to_next: tl.constexpr = T
+        begin += last * T
+    t0 = begin.to(tl.int32)
     row = (b * L + t0) * W
     x += block
     y += block + c0
