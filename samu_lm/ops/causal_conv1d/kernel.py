@@ -18,6 +18,8 @@ from samu_lm.ops.common.replay import Replays, Slot, is_plain
 
 _replays = Replays()
 _STEP = 8
+# Pieces of the backward pass on their way at a time, the one worked on included.
+_STAGES = 3
 
 
 def _sizes(x: Tensor, taps: int, block: int, chunk: int) -> dict[str, int]:
@@ -125,6 +127,8 @@ def _backward(
             HAS_FIRST=firsts is not None and taps > 1,
             HAS_INITIAL=initial is not None,
             HAS_FINAL=final is not None,
+            TAIL=length % chunk != 0,
+            STAGES=_STAGES if final is None else 1,  # what the final state's gradient waits for is known too late
             **sizes,
         )
         launch(

@@ -1,171 +1,19 @@
 """Kernels of the causal depthwise convolution's backward pass: gradients, and the sum of the parameters' partial ones.
 
-Shapes as in ``kernel_conv``. This pass is bound by its instructions, and first tokens are rare: a piece of STEP tokens
-without one runs without flags and selects. (The forward pass waits for memory; there they cost nothing.)
+Shapes as in ``kernel_conv``. First tokens are rare: a piece of STEP tokens without one runs without flags and selects.
+(In the forward pass they cost nothing.)
 """
 
 import triton
 import triton.language as tl
 
-from samu_lm.ops.causal_conv1d.kernel_window import forget, is_first, load_taps, load_token, push, window_before
+from samu_lm.ops.causal_conv1d.kernel_pieces import emit, pass_pieces, pieces_with_first, spread
+from samu_lm.ops.causal_conv1d.kernel_window import is_first, load_taps, load_token, push, window_before
 from samu_lm.ops.common.reduce import column_sums
 
 # Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
 # ruff: noqa: RUF005
 # mypy: ignore-errors
-
-
-@triton.jit
-def _pieces_with_first(first, at, left, CHUNK: tl.constexpr, STEP: tl.constexpr, HAS_FIRST: tl.constexpr):
-    """One bit per piece of STEP tokens of a chunk, piece 0 lowest: does it hold a first token? Of ``left`` tokens."""
-    if HAS_FIRST:
-        tl.static_assert(CHUNK // STEP <= 32)
-        piece = tl.arange(0, CHUNK // STEP)
-        tokens = piece[:, None] * STEP + tl.arange(0, STEP)[None, :]
-        flags = tl.load(first + at + tokens, mask=tokens < left, other=0).to(tl.int32)
-        return tl.sum(tl.max(flags, axis=1) << piece, axis=0)
-    return 0
-
-
-@triton.jit
-def _holds_first(pieces, piece, HAS_FIRST: tl.constexpr):
-    """Whether a piece holds a first token; known to the compiler where there are none at all."""
-    if HAS_FIRST:
-        return (pieces >> piece) & 1 != 0
-    return False
-
-
-@triton.jit
-def _emit(
-    value,
-    open_,
-    s,
-    t0,
-    b,
-    length,
-    grad_final_state,
-    grad_x,
-    grad_initial_state,
-    channels,
-    mask,
-    W: tl.constexpr,
-    REACH: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-):
-    """Writes the gradient of input s once every token that saw it has been passed."""
-    if HAS_FINAL:
-        j = s - (length - REACH)
-        own = grad_final_state + (b.to(tl.int64) * REACH + j) * W
-        wanted = (j >= 0) & (j < REACH) & open_
-        value += tl.load(own + channels, mask=mask & wanted, other=0.0).to(tl.float32)
-    row = grad_x + (b.to(tl.int64) * length + s) * W
-    tl.store(row + channels, value.to(grad_x.dtype.element_ty), mask=mask & (s >= t0) & (s < length))
-    if HAS_INITIAL:
-        own = grad_initial_state + (b.to(tl.int64) * REACH + REACH + s) * W
-        tl.store(own + channels, value.to(grad_initial_state.dtype.element_ty), mask=mask & (s < 0))
-
-
-@triton.jit
-def _spread(pending, open_, taps, dy, first, REACH: tl.constexpr, HAS_FIRST: tl.constexpr):
-    """Adds what token t passes back to the REACH inputs before it; a first token closes them for good.
-
-    ``pending[k]`` is the gradient of the input k + 1 tokens back, as far as it is known; ``open_[k]`` whether tokens
-    from here on may still see it.
-    """
-    grown = ()
-    still = ()
-    for k in tl.static_range(REACH):
-        reached = open_[k]
-        if HAS_FIRST:
-            reached = reached & (first == 0)
-        # The sum is selected, not the product: so the two become one multiply-add.
-        grown = grown + (tl.where(reached, pending[k] + taps[k + 1] * dy, pending[k]),)
-        still = still + (reached,)
-    return grown, still
-
-
-@triton.jit
-def _pass_piece(
-    x,
-    grad_y,
-    state,
-    taps,
-    first,
-    t,
-    t0,
-    first_kept,
-    b,
-    length,
-    stride_b,
-    grad_final_state,
-    grad_x,
-    grad_initial_state,
-    channels,
-    mask,
-    W: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    REACH: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRSTS: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """STEP tokens from t on: writes the gradients of inputs that they finish, returns the state behind them.
-
-    The state is the window, what is pending, whether it is open, and the sums. Without FIRSTS no token is a first one.
-    With it the flags come first: of two bodies that begin alike the compiler takes the beginnings together, and what
-    they share then waits in registers.
-    """
-    flags = ()
-    for j in tl.static_range(STEP):
-        flags = flags + (is_first(first, b.to(tl.int64) * length + t + j, t + j < length, FIRSTS),)
-    row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
-    dy_row = grad_y + (b.to(tl.int64) * length + t) * W
-    rows = ()
-    for j in tl.static_range(STEP):
-        inside = t + j < length
-        x_row = load_token(row + j * STRIDE_T, channels, mask, inside, EVEN, True)
-        rows = rows + ((x_row, load_token(dy_row + j * W, channels, mask, inside, EVEN, True)),)
-    window, pending, open_, sums = state
-    for j in tl.static_range(STEP):
-        value, dy = rows[j]
-        value = value.to(tl.float32)
-        dy = dy.to(tl.float32)
-        if FIRSTS:
-            window = forget(window, flags[j], REACH)
-        grown = (sums[0] + dy * value,)
-        for k in tl.static_range(REACH):
-            grown = grown + (sums[k + 1] + dy * window[k],)
-        sums = grown + (sums[REACH + 1] + dy,)
-        pending, open_ = _spread(pending, open_, taps, dy, flags[j], REACH, FIRSTS)
-        if REACH > 0:
-            s = t + j - REACH
-            _emit(
-                pending[REACH - 1],
-                open_[REACH - 1],
-                s,
-                t0,
-                b,
-                length,
-                grad_final_state,
-                grad_x,
-                grad_initial_state,
-                channels,
-                mask & (s >= first_kept),
-                W,
-                REACH,
-                HAS_FINAL,
-                HAS_INITIAL,
-            )
-            window = push(window, value, REACH)
-            pending = push(pending, taps[0] * dy, REACH)
-            open_ = push(open_, t >= 0, REACH)
-        else:
-            out = grad_x + (b.to(tl.int64) * length + t + j) * W
-            tl.store(out + channels, (taps[0] * dy).to(grad_x.dtype.element_ty), mask=mask & (t + j < length))
-    return window, pending, open_, sums
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks"])
@@ -193,6 +41,8 @@ def conv_gradients_kernel(
     HAS_INITIAL: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """grad_x, the initial state's gradient, and per chunk the sums of the taps' and the bias's gradients.
 
@@ -207,9 +57,6 @@ def conv_gradients_kernel(
     channels = (pid % CHANNEL_BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     mask = channels < W
     t0 = c * CHUNK
-    first_kept = t0
-    if c == 0:
-        first_kept = -REACH * HAS_INITIAL
     taps = load_taps(weight, channels, mask, TAPS)
     window = window_before(
         x,
@@ -228,58 +75,44 @@ def conv_gradients_kernel(
         HAS_INITIAL,
         BLOCK,
     )
-    pieces = _pieces_with_first(first, b.to(tl.int64) * length + t0, length - t0, CHUNK, STEP, HAS_FIRST)
     pending = ()
     open_ = ()
     sums = (tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32))
     for _k in tl.static_range(REACH):
         pending = pending + (tl.zeros([BLOCK], tl.float32),)
-        open_ = open_ + (t0 >= 0,)
+        open_ = open_ + (length > 0,)
         sums = sums + (tl.zeros([BLOCK], tl.float32),)
-    t = t0
-    for start in range(0, CHUNK, STEP):
-        state = (window, pending, open_, sums)
-        if _holds_first(pieces, start // STEP, HAS_FIRST):
-            for half in range(0, STEP, STEP // 2):  # all at once takes registers from every piece
-                state = _pass_piece(
-                    x,
-                    grad_y,
-                    state,
-                    taps,
-                    first,
-                    t + half,
-                    t0,
-                    first_kept,
-                    b,
-                    length,
-                    stride_b,
-                    grad_final_state,
-                    grad_x,
-                    grad_initial_state,
-                    channels,
-                    mask,
-                    W,
-                    STRIDE_T,
-                    REACH,
-                    STEP // 2,
-                    True,
-                    HAS_FINAL,
-                    HAS_INITIAL,
-                    EVEN,
-                )
-        else:
-            state = _pass_piece(
+    state = (window, pending, open_, sums)
+    # From here on tokens are counted from the chunk's first: ``left`` of them exist.
+    left = length - t0
+    first_kept = 0
+    if c == 0:
+        first_kept = -REACH * HAS_INITIAL
+    x += b.to(tl.int64) * stride_b + t0.to(tl.int64) * STRIDE_T
+    token = b.to(tl.int64) * length + t0
+    grad_y += token * W
+    grad_x += token * W
+    first += token
+    grad_final_state += b.to(tl.int64) * (REACH * W)
+    grad_initial_state += b.to(tl.int64) * (REACH * W)
+    if HAS_FIRST:
+        # Runs of pieces without a first token in a loop of their own, the same as where there are none at all: as a
+        # branch of one loop it could not be pipelined, and the two bodies would take each other's registers.
+        PIECES: tl.constexpr = CHUNK // STEP
+        holds = pieces_with_first(first, left, CHUNK, STEP)
+        piece = 0
+        for _run in range(tl.sum((holds < PIECES).to(tl.int32), axis=0) + 1):
+            upto = tl.min(tl.where(holds >= piece, holds, PIECES), axis=0)
+            state = pass_pieces(
                 x,
                 grad_y,
                 state,
                 taps,
                 first,
-                t,
-                t0,
+                piece * STEP,
+                upto * STEP,
+                left,
                 first_kept,
-                b,
-                length,
-                stride_b,
                 grad_final_state,
                 grad_x,
                 grad_initial_state,
@@ -293,35 +126,90 @@ def conv_gradients_kernel(
                 HAS_FINAL,
                 HAS_INITIAL,
                 EVEN,
+                TAIL,
+                STAGES,
             )
-        window, pending, open_, sums = state
-        t += STEP
-    for j in tl.static_range(REACH):
-        inside = t + j < length
-        flag = is_first(first, b.to(tl.int64) * length + t + j, inside, HAS_FIRST)
-        dy_row = grad_y + (b.to(tl.int64) * length + t + j) * W
-        dy = load_token(dy_row, channels, mask, inside, EVEN, True).to(tl.float32)
-        pending, open_ = _spread(pending, open_, taps, dy, flag, REACH, HAS_FIRST)
-        s = t + j - REACH
-        _emit(
-            pending[REACH - 1],
-            open_[REACH - 1],
-            s,
-            t0,
-            b,
-            length,
+            piece = tl.minimum(upto + 1, PIECES)
+            state = pass_pieces(
+                x,
+                grad_y,
+                state,
+                taps,
+                first,
+                upto * STEP,
+                piece * STEP,
+                left,
+                first_kept,
+                grad_final_state,
+                grad_x,
+                grad_initial_state,
+                channels,
+                mask,
+                W,
+                STRIDE_T,
+                REACH,
+                STEP // 2,
+                True,
+                HAS_FINAL,
+                HAS_INITIAL,
+                EVEN,
+                TAIL,
+                STAGES,
+            )
+    else:
+        state = pass_pieces(
+            x,
+            grad_y,
+            state,
+            taps,
+            first,
+            0,
+            CHUNK,
+            left,
+            first_kept,
             grad_final_state,
             grad_x,
             grad_initial_state,
             channels,
-            mask & (s >= first_kept),
+            mask,
+            W,
+            STRIDE_T,
+            REACH,
+            STEP,
+            False,
+            HAS_FINAL,
+            HAS_INITIAL,
+            EVEN,
+            TAIL,
+            STAGES,
+        )
+    window, pending, open_, sums = state
+    for j in tl.static_range(REACH):
+        inside = CHUNK + j < left
+        flag = is_first(first, CHUNK + j, inside, HAS_FIRST)
+        dy = load_token(grad_y + (CHUNK + j) * W, channels, mask, inside, EVEN, True).to(tl.float32)
+        pending, open_ = spread(pending, open_, taps, dy, flag, REACH, HAS_FIRST)
+        emit(
+            pending[REACH - 1],
+            open_[REACH - 1],
+            CHUNK + j - REACH,
+            left,
+            first_kept,
+            grad_final_state,
+            grad_x + (CHUNK + j - REACH) * W,
+            grad_initial_state,
+            channels,
+            mask,
             W,
             REACH,
             HAS_FINAL,
             HAS_INITIAL,
+            EVEN,
+            TAIL,
+            CHUNK + j >= REACH,
         )
         pending = push(pending, tl.zeros([BLOCK], tl.float32), REACH)
-        open_ = push(open_, t >= 0, REACH)
+        open_ = push(open_, left > 0, REACH)
     partial = partials + chunk.to(tl.int64) * ((TAPS + 1) * W)
     for k in tl.static_range(TAPS + 1):
         tl.store(partial + k * W + channels, sums[k], mask=mask)
