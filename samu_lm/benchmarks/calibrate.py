@@ -28,6 +28,8 @@ from samu_lm.ops.common import dispatch
 from samu_lm.ops.samu.kernel_plan import OP, Plan, use_plan
 
 _FUSED = {"fused": True, "rebuild": True}
+_PREFETCH = {"control_prefetch": True, "gradient_prefetch": True}
+_TILES = {"fused_controls": True, "piece": 16, "tiles": True} | _PREFETCH | _FUSED
 # What is tried, name to the fields of Plan that it sets: chunks, one pass or two for the controls and chunk states, one
 # or two levels of the prefix, warps.
 CANDIDATES: dict[str, dict[str, Any]] = {
@@ -37,6 +39,10 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "chunk64_one_pass": {"chunk": 64, "fused_controls": True, "piece": 16} | _FUSED,
     "chunk64_one_level": {"chunk": 64, "group": 4096} | _FUSED,
     "chunk128_sparse_touch": {"chunk": 128, "save_every": 16, "touch": True} | _FUSED,
+    "chunk64_tiles": {"chunk": 64} | _TILES,
+    "chunk128_tiles": {"chunk": 128} | _TILES,
+    "chunk128_tiles_sparse": {"chunk": 128, "save_skip": 4} | _TILES,
+    "chunk64_one_pass_prefetch": {"chunk": 64, "fused_controls": True, "piece": 16} | _PREFETCH | _FUSED,
     "chunk64_two_warps": {"chunk": 64, "block": 256, "warps": 2, "fused_controls": True, "piece": 16} | _FUSED,
 }
 

@@ -121,7 +121,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
     "one pass": (
         {"shape": [2, 500, 130], "dtype": "float16", "resets": True, "state": True, "given": False}
-        | {"plan": {"chunk": 32, "save_every": 16, "fused": True, "fused_controls": True}},
+        | {"plan": {"chunk": 32, "save_every": 16, "fused": True, "fused_controls": True, "piece": 16, "tiles": True}},
         "controls_and_states gradients",
     ),
 }

@@ -29,3 +29,12 @@ def tanh(x):
     large = (1 - e) / (1 + e)
     large = tl.where(x < 0, -large, large)
     return tl.where(tl.abs(x) < 0.2, small, large)
+
+
+@triton.jit
+def small_turn(x):
+    """cos and sin of |x| <= 1, to float32's last bit but one: no reduction of the argument, no branch."""
+    z = x * x
+    c = 1.0 / 24 - z * (1.0 / 720 - z * (1.0 / 40320 - z * (1.0 / 3628800 - z * (1.0 / 479001600))))
+    s = 1.0 / 6 - z * (1.0 / 120 - z * (1.0 / 5040 - z * (1.0 / 362880 - z * (1.0 / 39916800))))
+    return 1 - z * (0.5 - z * c), x - x * z * s

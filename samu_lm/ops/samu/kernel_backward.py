@@ -25,12 +25,15 @@ from samu_lm.ops.samu.kernel_rank_two import token_gradients
 from samu_lm.ops.samu.kernel_rows import (
     advance,
     kept_state,
+    kept_states,
     lanes_of,
     load_modes,
     load_pair,
     load_record,
     load_row,
     load_rows,
+    prefetch_rows,
+    since_kept,
     stack,
     store_pair,
     touch,
@@ -39,7 +42,7 @@ from samu_lm.ops.samu.kernel_rows import (
     widen,
     within_thread,
 )
-from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, MODE_ROWS, NU2, SIN
+from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, MODE_ROWS, NU2, SIN, UNIT_PAD
 
 
 @triton.jit
@@ -146,7 +149,8 @@ def gradients_kernel(
     grad_x,
     sums,
     spectrum_partials,
-    direction_partials,
+    phase_partials,
+    radial_partials,
     scalar_partials,
     token_grads,
     grad_initial_state,
@@ -160,6 +164,8 @@ def gradients_kernel(
     STEP: tl.constexpr,
     LEVELS: tl.constexpr,
     SAVE_EVERY: tl.constexpr,
+    SAVE_SKIP: tl.constexpr,
+    CHUNK_STATES: tl.constexpr,
     WORD: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE_BLOCKS: tl.constexpr,
@@ -168,6 +174,7 @@ def gradients_kernel(
     REBUILD: tl.constexpr,
     STAGES: tl.constexpr,
     TOUCH: tl.constexpr,
+    SECTORS: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
     EVEN: tl.constexpr,
@@ -222,11 +229,12 @@ def gradients_kernel(
         record = records + token + start
         row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
         grad_row = (b.to(tl.int64) * length + t) * (2 * M)
-        saved = saved_states + (token + start) // SAVE_EVERY * (2 * M)
+        skipped = since_kept(start, SAVE_EVERY, SAVE_SKIP)
+        kept = chunk.to(tl.int64) * CHUNK_STATES + kept_states(start - skipped, SAVE_EVERY, SAVE_SKIP)
+        saved = saved_states + kept * (2 * M)
         h_re, h_im = load_pair(saved, modes, mask, M, EVEN)
-        if SAVE_EVERY > STEP:
+        if SAVE_EVERY > STEP or SAVE_SKIP > 0:
             # The saved state lies some steps back: walk up to this one without keeping anything.
-            skipped = start % SAVE_EVERY
             early = row - skipped * STRIDE_T
             early_record = record - skipped
             for walked in range(0, skipped, STEP):
@@ -252,6 +260,12 @@ def gradients_kernel(
             lines = tl.arange(0, BLOCK // 16)
             line = saved - 2 * M + part * BLOCK + (lines // 2) * 32 + (lines % 2) * M
             tl.load(line, mask=before & (part * BLOCK + (lines // 2) * 32 < M), other=0.0, volatile=True)
+        if SECTORS > 0:
+            before = length - (t - STEP)
+            if (back < CHUNK) & (before > 0):
+                prefetch_rows(row - STEP * STRIDE_T, before, M, STRIDE_T, STEP, SECTORS)
+                prefetch_rows(dy_row - STEP * 2 * M, before, M, 2 * M, STEP, SECTORS)
+                prefetch_rows(saved - 2 * M, 1, M, 2 * M, 1, SECTORS)
         carried_states = ()
         for j in tl.static_range(STEP):
             stretch, turn_cos, turn_sin, forget = load_record(record + j, plane)
@@ -300,7 +314,7 @@ def gradients_kernel(
         if FUSED:
             # Asked for ahead of the exchange; the directions are read again each time for want of registers.
             phase_re, phase_im = load_pair(unit, modes, mask, M, EVEN)
-            radial_re, radial_im = load_pair(unit + 2 * M + 1, modes, mask, M, EVEN)
+            radial_re, radial_im = load_pair(unit + 2 * M + UNIT_PAD, modes, mask, M, EVEN)
             slopes = ()
             for j in tl.static_range(STEP):
                 slopes = slopes + ((tl.load(record + 3 * plane + j), tl.load(record + 4 * plane + j)),)
@@ -335,9 +349,9 @@ def gradients_kernel(
     tl.store(partial + M + modes, by_angle, mask=mask)
     tl.store(partial + 2 * M + modes, by_gamma / gamma, mask=mask)
     if FUSED:
-        partial = direction_partials + chunk.to(tl.int64) * (4 * M)
-        store_pair(partial, sum_phase_re, sum_phase_im, modes, mask, M, EVEN)
-        store_pair(partial + 2 * M, sum_radial_re, sum_radial_im, modes, mask, M, EVEN)
+        partial = chunk.to(tl.int64) * (2 * M)
+        store_pair(phase_partials + partial, sum_phase_re, sum_phase_im, modes, mask, M, EVEN)
+        store_pair(radial_partials + partial, sum_radial_re, sum_radial_im, modes, mask, M, EVEN)
         # The sums were stored token by token; what is left of them is the parameters' share.
         tl.debug_barrier()
         grads_out = token_grads + token

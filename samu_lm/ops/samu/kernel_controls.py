@@ -18,9 +18,9 @@ delta: with them a chunk's product of transitions is a closed form.
 import triton
 import triton.language as tl
 
-from samu_lm.ops.common.elementary import tanh
+from samu_lm.ops.common.elementary import small_turn, tanh
 from samu_lm.ops.samu.kernel_rows import lanes_of, load_pair, load_row, stack, touch, unstack, widen, within_thread
-from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS
+from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS, UNIT_PAD
 
 FORGET = tl.constexpr(2.0)  # in the place of a cosine
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -61,7 +61,7 @@ def row_logits(
         for j in tl.static_range(STEP):
             rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, j < left, M, EVEN, TAIL, PACKED),)
         phase_re, phase_im = load_pair(unit, modes, mask, M, EVEN)
-        radial_re, radial_im = load_pair(unit + 2 * M + 1, modes, mask, M, EVEN)
+        radial_re, radial_im = load_pair(unit + 2 * M + UNIT_PAD, modes, mask, M, EVEN)
         phase_block = ()
         radial_block = ()
         for j in tl.static_range(STEP):
@@ -78,10 +78,56 @@ def row_logits(
         radial = radial_block
     totals = unstack(tl.sum(stack(phase + radial, 2 * STEP, LEVELS + 1), axis=0), LEVELS + 1)
     phase_bias = tl.load(unit + 2 * M)
-    radial_bias = tl.load(unit + 4 * M + 1)
+    radial_bias = tl.load(unit + 4 * M + UNIT_PAD)
     for j in tl.static_range(STEP):
         tl.store(records + 5 * plane + j, totals[j] + phase_bias)
         tl.store(records + 6 * plane + j, totals[STEP + j] + radial_bias)
+
+
+@triton.jit
+def tile_logits(
+    row,
+    table,
+    records,
+    plane,
+    left,
+    M: tl.constexpr,
+    STRIDE_T: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """As :func:`row_logits`, of TOKENS tokens as a tile: a warp owns whole rows, so that no sum crosses warps.
+
+    A thread's part of a row is summed in the thread; what is left to exchange is one sum per row and direction. Tiles
+    are so narrow that the compiler reads the directions in the layout of the tile: wider ones it would exchange.
+    """
+    WIDTH: tl.constexpr = 2 * M
+    COLUMNS: tl.constexpr = 64
+    unit = table + MODE_ROWS * M
+    tokens = tl.arange(0, TOKENS)
+    inside = (tokens < left)[:, None]
+    phase = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    radial = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    for start in tl.static_range(0, WIDTH, COLUMNS):
+        columns = start + tl.arange(0, COLUMNS)
+        exists = columns < WIDTH
+        at = row + tokens[:, None] * STRIDE_T + columns[None, :]
+        if start + COLUMNS > WIDTH:
+            tile = tl.load(at, mask=inside & exists[None, :], other=0.0)
+            u = tl.load(unit + columns, mask=exists, other=0.0)
+            v = tl.load(unit + WIDTH + UNIT_PAD + columns, mask=exists, other=0.0)
+        else:
+            if TAIL:
+                tile = tl.load(at, mask=inside, other=0.0)
+            else:
+                tile = tl.load(at)
+            u = tl.load(unit + columns)
+            v = tl.load(unit + WIDTH + UNIT_PAD + columns)
+        tile = tile.to(tl.float32)
+        phase += tile * u[None, :]
+        radial += tile * v[None, :]
+    tl.store(records + 5 * plane + tokens, tl.sum(phase, axis=1) + tl.load(unit + WIDTH))
+    tl.store(records + 6 * plane + tokens, tl.sum(radial, axis=1) + tl.load(unit + 2 * WIDTH + UNIT_PAD))
 
 
 @triton.jit
@@ -97,8 +143,9 @@ def token_records(records, plane, scalars, valid, first, SAVE: tl.constexpr, TOK
     stretch = tl.exp(radial_scale * s / spread)
     keep = valid & (first == 0)
     tl.store(records + i, tl.where(keep, stretch, 0.0))
-    tl.store(records + plane + i, tl.where(keep, tl.cos(delta), FORGET))
-    tl.store(records + 2 * plane + i, tl.sin(delta))
+    turn_cos, turn_sin = small_turn(delta)  # the scale is at most 1
+    tl.store(records + plane + i, tl.where(keep, turn_cos, FORGET))
+    tl.store(records + 2 * plane + i, turn_sin)
     if SAVE:
         slope = (1 - s * s) / spread
         tl.store(records + 3 * plane + i, phase_scale * (1 - p * p))
@@ -177,7 +224,7 @@ def controls_kernel(
         )
     # The logits were reduced a tile at a time; below, each thread takes a token of its own.
     tl.debug_barrier()
-    scalars = table + MODE_ROWS * M + 2 * (2 * M + 1)
+    scalars = table + MODE_ROWS * M + 2 * (2 * M + UNIT_PAD)
     stretch, delta = token_records(own, plane, scalars, valid, flags, SAVE, CHUNK)
     chunk_record(chunk_records, chunk, chunks, tl.sum(stretch), tl.sum(delta), tl.sum(flags))
 
@@ -270,7 +317,7 @@ def public_controls_kernel(
     valid = start + i < length
     p = tanh(tl.load(own + 5 * plane + i))
     s = tanh(tl.load(own + 6 * plane + i))
-    scalars = table + MODE_ROWS * M + 2 * (2 * M + 1)
+    scalars = table + MODE_ROWS * M + 2 * (2 * M + UNIT_PAD)
     at = b.to(tl.int64) * length + start + i
     tl.store(delta + at, tl.load(scalars) * p, mask=valid)
     tl.store(eta + at, tl.load(scalars + 1) * s / (1 + s * s), mask=valid)

@@ -8,22 +8,49 @@ every mode in registers. The second reading of x comes from the cache.
 import triton
 import triton.language as tl
 
-from samu_lm.ops.samu.kernel_controls import chunk_record, row_logits, token_records
+from samu_lm.ops.samu.kernel_controls import chunk_record, row_logits, tile_logits, token_records
 from samu_lm.ops.samu.kernel_rows import (
-    advance,
+    kept_state,
     lanes_of,
     load_modes,
     load_record,
-    load_row,
+    load_rows,
+    prefetch_rows,
     store_pair,
     transition,
+    turn,
     widen,
 )
-from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, MODE_ROWS, NU2, SIN
+from samu_lm.ops.samu.kernel_spectrum import COS, GAMMA, MODE_ROWS, NU2, SIN, UNIT_PAD
 
 # Device code is Triton's language, not Python's: tuples grow by +, and values have no Python types.
-# ruff: noqa: RUF005
 # mypy: ignore-errors
+
+
+@triton.jit
+def _walk(
+    rows,
+    records,
+    plane,
+    nu2,
+    cos,
+    sin,
+    h_re,
+    h_im,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    FIRSTS: tl.constexpr,
+):
+    """The state STEP tokens on; without FIRSTS no token is a first one."""
+    for j in tl.static_range(STEP):
+        stretch, turn_cos, turn_sin, forget = load_record(records + j, plane)
+        a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
+        x_re, x_im = rows[j]
+        if FIRSTS:
+            h_re, h_im = kept_state(h_re, h_im, forget)
+        h_re, h_im = turn(a_re, a_im, h_re, h_im, widen(x_re, BLOCK, PACKED), widen(x_im, BLOCK, PACKED))
+    return h_re, h_im
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])
@@ -43,6 +70,9 @@ def controls_and_states_kernel(
     STRIDE_T: tl.constexpr,
     CHUNK: tl.constexpr,
     PIECE: tl.constexpr,
+    TILES: tl.constexpr,
+    SECTORS: tl.constexpr,
+    BRANCH: tl.constexpr,
     STEP: tl.constexpr,
     LEVELS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,7 +89,7 @@ def controls_and_states_kernel(
     b = chunk // row_chunks
     c = chunk % row_chunks
     plane = chunks.to(tl.int64) * CHUNK
-    scalars = table + MODE_ROWS * M + 2 * (2 * M + 1)
+    scalars = table + MODE_ROWS * M + 2 * (2 * M + UNIT_PAD)
     modes = tl.arange(0, BLOCK)
     mask = modes < M
     lanes, lane_mask = lanes_of(0, M, BLOCK, PACKED)
@@ -87,24 +117,31 @@ def controls_and_states_kernel(
             flags = tl.load(first + b.to(tl.int64) * length + tokens, mask=valid, other=0).to(tl.int32)
         else:
             flags = tl.zeros([PIECE], tl.int32)
-        for r in range(0, PIECE, STEP):
-            row_logits(
-                row + r * STRIDE_T,
-                table,
-                own + r,
-                plane,
-                length - t - r,
-                M,
-                STRIDE_T,
-                STEP,
-                LEVELS,
-                BLOCK,
-                1,
-                PER_THREAD,
-                EVEN,
-                TAIL,
-                PACKED,
-            )
+        if SECTORS > 0:
+            left = length - t - PIECE
+            if (piece + PIECE < CHUNK) & (left > 0):
+                prefetch_rows(row + PIECE * STRIDE_T, left, M, STRIDE_T, PIECE, SECTORS)
+        if TILES:
+            tile_logits(row, table, own, plane, length - t, M, STRIDE_T, PIECE, TAIL)
+        else:
+            for r in range(0, PIECE, STEP):
+                row_logits(
+                    row + r * STRIDE_T,
+                    table,
+                    own + r,
+                    plane,
+                    length - t - r,
+                    M,
+                    STRIDE_T,
+                    STEP,
+                    LEVELS,
+                    BLOCK,
+                    1,
+                    PER_THREAD,
+                    EVEN,
+                    TAIL,
+                    PACKED,
+                )
         tl.debug_barrier()
         stretches, deltas = token_records(own, plane, scalars, valid, flags, SAVE, PIECE)
         total += tl.sum(stretches)
@@ -112,16 +149,14 @@ def controls_and_states_kernel(
         firsts += flags
         tl.debug_barrier()
         if c < row_chunks - 1:
-            for _start in range(0, PIECE, STEP):
-                rows = ()
-                for j in tl.static_range(STEP):
-                    rows = rows + (load_row(row + j * STRIDE_T, lanes, lane_mask, True, M, EVEN, False, PACKED),)
-                for j in tl.static_range(STEP):
-                    stretch, turn_cos, turn_sin, forget = load_record(own + j, plane)
-                    a_re, a_im = transition(nu2, cos, sin, stretch, turn_cos, turn_sin)
-                    x_re, x_im = rows[j]
-                    x_re, x_im = widen(x_re, BLOCK, PACKED), widen(x_im, BLOCK, PACKED)
-                    h_re, h_im = advance(a_re, a_im, h_re, h_im, x_re, x_im, forget)
+            marks = tl.sum(flags.to(tl.int64) << tl.arange(0, PIECE), axis=0)
+            for start in range(0, PIECE, STEP):
+                rows = load_rows(row, 0, PIECE, lanes, lane_mask, M, STRIDE_T, STEP, EVEN, False, PACKED)
+                if HAS_FIRST and BRANCH and (marks >> start) & ((1 << STEP) - 1) == 0:
+                    # Few steps hold a first token: the others run without selects.
+                    h_re, h_im = _walk(rows, own, plane, nu2, cos, sin, h_re, h_im, STEP, BLOCK, PACKED, False)
+                else:
+                    h_re, h_im = _walk(rows, own, plane, nu2, cos, sin, h_re, h_im, STEP, BLOCK, PACKED, HAS_FIRST)
                 row += STEP * STRIDE_T
                 own += STEP
     chunk_record(chunk_records, chunk, chunks, total, angle, tl.sum(firsts))

@@ -29,18 +29,26 @@ class Plan:
         chunk: tokens per chunk.
         step: tokens whose rows are loaded ahead of use in the forward passes and in the adjoint pass.
         save_every: tokens per state that the forward pass keeps for the backward pass.
+        save_skip: of so many of those states the last is not kept after all (0: all are); chunk is a multiple of
+            ``save_every * save_skip``.
         group: chunks per group of the two-level prefix.
         block, warps: modes per program of the passes over tokens, and its warps.
         gradient_step, gradient_block, gradient_warps: the same for the gradients pass.
         fused: the gradients pass holds every mode in one program and completes grad_x itself.
         rebuild: that pass works its transitions out twice rather than keep them.
         fused_controls: controls and chunk states in one kernel, ``piece`` tokens at a time.
+        tiles: that kernel sums the logits of a piece over a tile of rows rather than row by row.
+        control_registers: most registers per thread of that kernel, 0 for the compiler's choice.
+        control_branch: that kernel has a second body without selects, for steps without a first token.
+        gradient_prefetch: the gradients pass, if fused, asks for its next step's rows before it works on this one's.
+        control_prefetch: that kernel asks for the next piece's rows of x before it works on this one's.
         control_block, control_warps: modes at a time and warps of a program that makes controls.
     """
 
     chunk: int = 64
     step: int = 8
     save_every: int = 8
+    save_skip: int = 0
     group: int = 32
     block: int = 128
     warps: int = 1
@@ -54,6 +62,11 @@ class Plan:
     touch: bool = False
     fused_controls: bool = False
     piece: int = 32
+    tiles: bool = False
+    control_registers: int = 0
+    control_branch: bool = False
+    control_prefetch: bool = False
+    gradient_prefetch: bool = False
     control_block: int = 512
     control_warps: int = 4
 
@@ -65,7 +78,7 @@ class Plan:
         every = max(16, next_power_of_two(modes))
         fused = self.fused and every <= _MOST_FUSED
         fused_controls = self.fused_controls and every <= 2 * _MOST_FUSED
-        chunk, shortest = self.chunk, max(self.step, self.gradient_step, self.save_every, 16)
+        chunk, shortest = self.chunk, max(self.step, self.gradient_step, self.save_every * max(1, self.save_skip), 16)
         while chunk > shortest and chunk >= 2 * length:
             chunk //= 2
         gradient_block = every if fused else min(self.gradient_block, every)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
+from samu_lm.ops.common.launch import cdiv, interpreted, launch, next_power_of_two
 from samu_lm.ops.common.replay import Slot
 from samu_lm.ops.samu.kernel_backward import chunk_adjoints_kernel, gradients_kernel
 from samu_lm.ops.samu.kernel_controls import controls_kernel, given_controls_kernel
@@ -71,6 +71,10 @@ class Problem(Sizes):
             "num_warps": plan.control_warps,
         }
 
+    def sectors(self, prefetch: bool) -> int:
+        """What ``prefetch_rows`` takes a row of x in; 0 for none."""
+        return next_power_of_two(cdiv(self.width, 16)) if prefetch and not interpreted() else 0
+
     def fill_records(self, x: Slot, first: Slot | None, kept: Slot) -> None:
         """Token and chunk records from x."""
         launch(
@@ -129,10 +133,14 @@ class Problem(Sizes):
             self.chunks,
             self.stride_b,
             PIECE=self.plan.piece,
+            TILES=self.plan.tiles,
+            BRANCH=self.plan.control_branch,
+            SECTORS=self.sectors(self.plan.control_prefetch),
             HAS_FIRST=first is not None,
             HAS_INITIAL=initial is not None,
             SAVE=self.save,
             **self.control_sizes(),
+            **({"maxnreg": self.plan.control_registers} if self.plan.control_registers else {}),
         )
 
     def fill_states(self, x: Slot, initial: Slot | None, kept: Slot, states: Slot) -> None:
@@ -212,6 +220,8 @@ class Problem(Sizes):
             CHUNK=plan.chunk,
             STEP=plan.step,
             SAVE_EVERY=plan.save_every,
+            SAVE_SKIP=plan.save_skip,
+            CHUNK_STATES=self.chunk_states,
             WORD=self.word,
             BLOCK=plan.block,
             MODE_BLOCKS=mode_blocks,
@@ -285,7 +295,8 @@ class Problem(Sizes):
             grad_x,
             scratch.at(self.sums_at),
             scratch.at(self.partials_at),
-            scratch.at(self.direction_partials_at),
+            scratch,
+            scratch.at(self.radial_partials_at),
             scratch.at(self.scalar_partials_at),
             scratch.at(self.token_grads_at),
             grad_initial or grad_x,
@@ -299,6 +310,8 @@ class Problem(Sizes):
             STEP=plan.gradient_step,
             LEVELS=plan.gradient_step.bit_length() - 1,
             SAVE_EVERY=plan.save_every,
+            SAVE_SKIP=plan.save_skip,
+            CHUNK_STATES=self.chunk_states,
             WORD=self.word,
             BLOCK=plan.gradient_block,
             MODE_BLOCKS=self.gradient_parts,
@@ -307,6 +320,7 @@ class Problem(Sizes):
             REBUILD=plan.rebuild,
             STAGES=plan.stages,
             TOUCH=plan.touch and plan.gradient_block >= 64,
+            SECTORS=self.sectors(plan.gradient_prefetch and fused),
             HAS_FINAL=grad_final is not None,
             HAS_INITIAL=grad_initial is not None,
             EVEN=self.modes % plan.gradient_block == 0,
@@ -331,7 +345,8 @@ class Problem(Sizes):
             kept,
             kept.at(self.records_at),
             scratch.at(self.token_grads_at),
-            scratch.at(self.direction_partials_at),
+            scratch,
+            scratch.at(self.radial_partials_at),
             scratch.at(self.scalar_partials_at),
             self.length,
             self.row_chunks,
@@ -370,7 +385,8 @@ class Problem(Sizes):
             kept,
             scratch.at(self.partials_at),
             self.chunks,
-            scratch.at(self.direction_partials_at),
+            scratch,
+            scratch.at(self.radial_partials_at),
             scratch.at(self.scalar_partials_at),
             self.chunks,
             packed,

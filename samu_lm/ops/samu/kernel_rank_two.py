@@ -9,7 +9,7 @@ import triton.language as tl
 
 from samu_lm.ops.common.elementary import tanh
 from samu_lm.ops.samu.kernel_controls import LN_2
-from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS
+from samu_lm.ops.samu.kernel_spectrum import MODE_ROWS, UNIT_PAD
 
 # Device code is Triton's language, not Python's: values have no Python types.
 # mypy: ignore-errors
@@ -101,7 +101,8 @@ def rank_two_kernel(
     table,
     records,
     token_grads,
-    direction_partials,
+    phase_partials,
+    radial_partials,
     scalar_partials,
     length,
     row_chunks,
@@ -131,7 +132,7 @@ def rank_two_kernel(
     if GIVEN:
         tokens = start + tl.arange(0, CHUNK)
         at = b.to(tl.int64) * length + tokens
-        unit_scalars = table + MODE_ROWS * M + 2 * (width + 1)
+        unit_scalars = table + MODE_ROWS * M + 2 * (width + UNIT_PAD)
         _given_token_gradients(
             grad_eta, grad_delta, at, tokens < length, unit_scalars, own, plane, scalars, grads, grads + plane, CHUNK
         )
@@ -142,13 +143,13 @@ def rank_two_kernel(
     unit = table + MODE_ROWS * M
     x_row = x + b.to(tl.int64) * stride_b + start.to(tl.int64) * STRIDE_T
     grad_row = grad_x + (b.to(tl.int64) * length + start) * width
-    partial = direction_partials + chunk.to(tl.int64) * (2 * width)
+    partial = chunk.to(tl.int64) * width
     rows = tl.arange(0, ROWS)
     for first_column in range(0, width, BLOCK):
         columns = first_column + tl.arange(0, BLOCK)
         inside = columns < width
         u = tl.load(unit + columns, mask=inside, other=0.0)
-        v = tl.load(unit + (width + 1) + columns, mask=inside, other=0.0)
+        v = tl.load(unit + (width + UNIT_PAD) + columns, mask=inside, other=0.0)
         phase = tl.zeros([ROWS, BLOCK], tl.float32)
         radial = tl.zeros([ROWS, BLOCK], tl.float32)
         for r in range(0, CHUNK, ROWS):
@@ -167,8 +168,8 @@ def rank_two_kernel(
             if not GIVEN:
                 update += tl.load(at_grad, mask=mask, other=0.0).to(tl.float32)
             tl.store(at_grad, update.to(grad_x.dtype.element_ty), mask=mask)
-        tl.store(partial + columns, tl.sum(phase, axis=0), mask=inside)
-        tl.store(partial + width + columns, tl.sum(radial, axis=0), mask=inside)
+        tl.store(phase_partials + partial + columns, tl.sum(phase, axis=0), mask=inside)
+        tl.store(radial_partials + partial + columns, tl.sum(radial, axis=0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["length", "row_chunks", "chunks"])

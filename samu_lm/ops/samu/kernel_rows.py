@@ -92,6 +92,20 @@ def touch(
 
 
 @triton.jit
+def prefetch_rows(row, left, M: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr, SECTORS: tl.constexpr):
+    """Asks for TOKENS whole rows (of which ``left`` exist, at least one) to be brought from memory into the L2 cache.
+
+    Unlike :func:`touch` it takes no register that waits. SECTORS: 16 values each, in a row, rounded up to a power of 2.
+    """
+    i = tl.arange(0, TOKENS * SECTORS)
+    column = tl.minimum(i % SECTORS * 16, 2 * M - 1)
+    at = row + tl.minimum(i // SECTORS, left - 1) * STRIDE + column
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def widen(row, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """float32 values of half a row that :func:`load_row` read."""
     if PACKED:
@@ -154,7 +168,40 @@ def kept_state(h_re, h_im, forget):
 def advance(a_re, a_im, h_re, h_im, x_re, x_im, forget):
     """a h + x, without the old state at a first token."""
     h_re, h_im = kept_state(h_re, h_im, forget)
-    return a_re * h_re - a_im * h_im + x_re, a_re * h_im + a_im * h_re + x_im
+    return turn(a_re, a_im, h_re, h_im, x_re, x_im)
+
+
+@triton.jit
+def turn(a_re, a_im, h_re, h_im, x_re, x_im):
+    """a h + x in four multiply-adds: x comes first."""
+    return (x_re + a_re * h_re) - a_im * h_im, (x_im + a_re * h_im) + a_im * h_re
+
+
+@triton.jit
+def kept_states(tokens, SAVE_EVERY: tl.constexpr, SAVE_SKIP: tl.constexpr):
+    """How many states are kept before the first ``tokens`` tokens of a chunk."""
+    due = tokens // SAVE_EVERY
+    if SAVE_SKIP > 0:
+        due -= due // SAVE_SKIP
+    return due
+
+
+@triton.jit
+def is_kept(token, SAVE_EVERY: tl.constexpr, SAVE_SKIP: tl.constexpr):
+    """Whether the state before a token of a chunk is kept."""
+    kept = token % SAVE_EVERY == 0
+    if SAVE_SKIP > 0:
+        kept = kept & (token // SAVE_EVERY % SAVE_SKIP != SAVE_SKIP - 1)
+    return kept
+
+
+@triton.jit
+def since_kept(token, SAVE_EVERY: tl.constexpr, SAVE_SKIP: tl.constexpr):
+    """Tokens between the last state that is kept and a token of a chunk."""
+    since = token % SAVE_EVERY
+    if SAVE_SKIP > 0:
+        since += (token // SAVE_EVERY % SAVE_SKIP + 1) // SAVE_SKIP * SAVE_EVERY
+    return since
 
 
 @triton.jit

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from samu_lm.ops.samu.kernel_rows import (
     advance,
+    is_kept,
     lanes_of,
     load_modes,
     load_record,
@@ -117,6 +118,8 @@ def outputs_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     SAVE_EVERY: tl.constexpr,
+    SAVE_SKIP: tl.constexpr,
+    CHUNK_STATES: tl.constexpr,
     WORD: tl.constexpr,
     BLOCK: tl.constexpr,
     MODE_BLOCKS: tl.constexpr,
@@ -129,7 +132,8 @@ def outputs_kernel(
 ):
     """Outputs and final state, each chunk from its carry.
 
-    With SAVE, for the backward pass: the state before every SAVE_EVERY tokens, ``[B * N * C / SAVE_EVERY, 2M]``, and
+    With SAVE, for the backward pass: the state before every SAVE_EVERY tokens (with SAVE_SKIP all but the last of so
+    many), ``[B * N * K, 2M]``, and
     which outputs the rectifier let through, a bit per token, the last token lowest, in words of WORD tokens,
     ``[B * N * C / WORD, 2M]``.
     """
@@ -158,13 +162,13 @@ def outputs_kernel(
     t = c * CHUNK
     row = x + b.to(tl.int64) * stride_b + t.to(tl.int64) * STRIDE_T
     out = y + (b.to(tl.int64) * length + t) * (2 * M)
-    saved = saved_states + chunk.to(tl.int64) * (CHUNK // SAVE_EVERY * 2) * M
+    saved = saved_states + chunk.to(tl.int64) * (CHUNK_STATES * 2 * M)
     word = signs + chunk.to(tl.int64) * (CHUNK // WORD * 2) * M
     word_re = tl.zeros([BLOCK], tl.uint32)
     word_im = tl.zeros([BLOCK], tl.uint32)
     rows = load_rows(row, t, length, lanes, lane_mask, M, STRIDE_T, STEP, EVEN, TAIL, PACKED)
     for start in range(0, CHUNK, STEP):
-        if SAVE and start % SAVE_EVERY == 0:
+        if SAVE and is_kept(start, SAVE_EVERY, SAVE_SKIP):
             store_pair(saved, h_re, h_im, modes, mask, M, EVEN)
             saved += 2 * M
         row += tl.where(start + STEP < CHUNK, STEP * STRIDE_T, 0)

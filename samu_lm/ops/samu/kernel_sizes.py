@@ -78,8 +78,14 @@ class Sizes:
         return self.chunk_records_at + aligned(3 * self.chunks)
 
     @cached_property
+    def chunk_states(self) -> int:
+        """States that a chunk keeps for the backward pass: of every ``save_skip`` the last is left out."""
+        due = self.plan.chunk // self.plan.save_every
+        return due - due // self.plan.save_skip if self.plan.save_skip else due
+
+    @cached_property
     def signs_at(self) -> int:
-        return self.saved_states_at + (aligned(self.plane // self.plan.save_every * self.width) if self.save else 0)
+        return self.saved_states_at + (aligned(self.chunks * self.chunk_states * self.width) if self.save else 0)
 
     @cached_property
     def kept_size(self) -> int:
@@ -104,7 +110,8 @@ class Sizes:
 
     @cached_property
     def sums_at(self) -> int:
-        return aligned(self.states_size)
+        """Behind the messages between chunks; in their place each chunk leaves its phase direction's partial sum."""
+        return aligned(max(self.states_size, self.chunks * self.width))
 
     @cached_property
     def token_grads_at(self) -> int:
@@ -115,12 +122,12 @@ class Sizes:
         return aligned(self.token_grads_at + 2 * self.plane)
 
     @cached_property
-    def direction_partials_at(self) -> int:
+    def radial_partials_at(self) -> int:
         return self.partials_at + self.chunks * 3 * self.modes
 
     @cached_property
     def scalar_partials_at(self) -> int:
-        return self.direction_partials_at + self.chunks * 2 * self.width
+        return self.radial_partials_at + self.chunks * self.width
 
     @cached_property
     def backward_scratch(self) -> int:

@@ -32,6 +32,8 @@ SIN_CHUNK = tl.constexpr(5)
 COS_GROUP = tl.constexpr(6)
 SIN_GROUP = tl.constexpr(7)
 MODE_ROWS = tl.constexpr(8)
+# A unit direction takes W + UNIT_PAD places, so that both start where four values may be read at once.
+UNIT_PAD = tl.constexpr(4)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # |a| is 0 in float32 far before this; the bound keeps 0 * infinity out of the gradients.
@@ -40,7 +42,7 @@ MAX_NU = tl.constexpr(1e38)
 
 def table_size(width: int) -> int:
     """Number of float32 in the table of a mixer of this width."""
-    return 8 * (width // 2) + 2 * (width + 1) + 4
+    return 8 * (width // 2) + 2 * (width + UNIT_PAD.value) + 4
 
 
 @triton.jit
@@ -96,8 +98,8 @@ def spectrum_table_kernel(
         for start in range(0, length, DIRECTION_BLOCK):
             i = start + tl.arange(0, DIRECTION_BLOCK)
             v = tl.load(source + i, mask=i < length, other=0.0).to(tl.float32)
-            tl.store(out + which * length + i, v * inverse, mask=i < length)
-        scalars = out + 2 * length
+            tl.store(out + which * (2 * M + UNIT_PAD) + i, v * inverse, mask=i < length)
+        scalars = out + 2 * (2 * M + UNIT_PAD)
         scale = tanh(tl.load(amplitude).to(tl.float32)) / tl.sqrt(tl.full([], M, tl.float32))
         tl.store(scalars + which, scale)
         tl.store(scalars + 2 + which, inverse)
@@ -121,7 +123,8 @@ def parameter_gradients_kernel(
     table,
     spectrum_partials,
     spectrum_programs,
-    direction_partials,
+    phase_partials,
+    radial_partials,
     scalar_partials,
     token_programs,
     gradients,
@@ -135,7 +138,7 @@ def parameter_gradients_kernel(
     """Reduces the passes' partial sums, in a fixed order, and applies the chain rule down to the parameters.
 
     spectrum_partials ``[programs, 3, M]``: sums of exp(eta) Re(conj(g) p), of Im(..) (angle) and of Re(conj(g) x).
-    direction_partials ``[programs, 2, W]``; scalar_partials ``[programs, 8]``, see ``token_gradients``.
+    phase_partials, radial_partials ``[programs, W]``; scalar_partials ``[programs, 8]``, see ``token_gradients``.
     gradients: nu_log[M], theta_log[M], phase_direction[W+1], radial_direction[W+1], two amplitudes.
     """
     pid = tl.program_id(0)
@@ -159,13 +162,15 @@ def parameter_gradients_kernel(
         which = block // DIRECTION_PROGRAMS
         columns = (block % DIRECTION_PROGRAMS) * BLOCK + tl.arange(0, BLOCK)
         mask = columns < width
-        source = direction_partials + which * width
-        along = column_sums(source, token_programs, 2 * width, columns, mask, ROWS, BLOCK)
+        source = phase_partials
+        if which == 1:
+            source = radial_partials
+        along = column_sums(source, token_programs, width, columns, mask, ROWS, BLOCK)
         # The gradient of v / |v| is the part of the gradient across v, over |v|; its part along v, the sum of
         # (gradient of a logit) * (logit), needs no second pass over the columns.
         radial = _scalar_sum(scalar_partials + 2 + which, token_programs, SCALAR_ROWS)
-        unit = table + MODE_ROWS * M + which * (width + 1)
-        scalars = table + MODE_ROWS * M + 2 * (width + 1)
+        unit = table + MODE_ROWS * M + which * (width + UNIT_PAD)
+        scalars = table + MODE_ROWS * M + 2 * (width + UNIT_PAD)
         inverse = tl.load(scalars + 2 + which)
         out = gradients + width + which * (width + 1)
         u = tl.load(unit + columns, mask=mask, other=0.0)

@@ -24,6 +24,10 @@ PLANS = {
     "short steps": Plan(chunk=16, step=4, gradient_step=4, save_every=4, group=8, block=16, gradient_block=32),
     "fused": Plan(chunk=16, group=2, block=16, fused=True, rebuild=True, control_block=16),
     "fused, one pass": Plan(chunk=32, save_every=16, group=8, fused=True, fused_controls=True, piece=16, touch=True),
+    "fused, tiles": Plan(
+        chunk=32, save_skip=2, group=8, fused=True, fused_controls=True, piece=16, tiles=True, control_branch=True
+    ),
+    "skipped states": Plan(chunk=64, step=4, gradient_step=4, save_every=4, save_skip=4, group=8, fused=True),
     "long words": Plan(chunk=64, group=8, block=32, gradient_block=64, touch=True),
 }
 by_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
@@ -102,6 +106,8 @@ def test_lengths_about_the_chunk(length: int) -> None:
     [
         ("plain", torch.bfloat16, 36),
         ("fused, one pass", torch.bfloat16, 36),
+        ("fused, tiles", torch.bfloat16, 132),
+        ("fused, tiles", torch.float16, 70),
         ("fused", torch.bfloat16, 38),  # an odd number of modes cannot be read in pairs
         ("plain", torch.float16, 38),
     ],
