@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from samu_lm.model.block import PIECE
 from samu_lm.ops.cross_entropy import IGNORED, cross_entropy
 
-# Logits held at once, in elements: 1 GiB in float32. Above it they are made, used and thrown away a chunk at a time.
-CHUNK_ELEMENTS = 2**28
+# Bytes of logits held at once. Above it they are made, used and thrown away a chunk at a time. 1 GiB is 16,777 tokens of
+# a vocabulary of 32,000 in bfloat16: so few chunks that adding up the weight's gradient does not matter.
+CHUNK_BYTES = 2**30
 # ... but in no more chunks than this.
 MOST_CHUNKS = 32
 
@@ -111,7 +112,7 @@ def summed_cross_entropy(
     targets: Tensor,
     loss_mask: Tensor,
     weight: Tensor,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_bytes: int = CHUNK_BYTES,
     backend: str = "auto",
 ) -> Tensor:
     """Sum over targets of the cross entropy, in nats.
@@ -124,20 +125,20 @@ def summed_cross_entropy(
         targets: ``[B, L]`` int64.
         loss_mask: ``[B, L]`` bool, True where a target counts.
         weight: ``[V, D]`` of the output layer.
-        chunk_elements: most logits (tokens times V) held at once, unless that made more than 32 chunks.
+        chunk_bytes: most bytes of logits held at once, unless that made more than 32 chunks.
         backend: of the op that works on a chunk's logits.
 
     Returns:
         float32 scalar; 0 where no target counts.
     """
     flat = hidden.flatten(0, 1)
-    labels = torch.where(loss_mask, targets, IGNORED).flatten()
-    tokens = max(1, chunk_elements // len(weight), -(-len(flat) // MOST_CHUNKS))
-    if len(flat) <= tokens and flat.device.type != "cuda":
-        logits = F.linear(flat, weight).float()
-        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     kind = flat.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else flat.dtype
+    labels = torch.where(loss_mask, targets, IGNORED).flatten()
+    tokens = max(1, chunk_bytes // (len(weight) * dtype.itemsize), -(-len(flat) // MOST_CHUNKS))
+    if len(flat) <= tokens and kind != "cuda":
+        logits = F.linear(flat, weight).float()
+        return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     differentiate = torch.is_grad_enabled() and (flat.requires_grad or weight.requires_grad)
     with torch.autocast(kind, enabled=False):
         return _ChunkedCrossEntropy.apply(flat.to(dtype), weight.to(dtype), labels, tokens, differentiate, backend)

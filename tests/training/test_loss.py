@@ -24,10 +24,10 @@ def example(rows: int = 3, length: int = 7) -> tuple[Tensor, Tensor, Tensor]:
     return hidden, targets, torch.rand(rows, length, generator=generator) < 0.6
 
 
-def gradients(layer: nn.Linear, chunk_elements: int) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(layer: nn.Linear, chunk_bytes: int) -> tuple[Tensor, Tensor, Tensor]:
     hidden, targets, mask = example()
     layer.zero_grad()
-    loss = summed_cross_entropy(hidden, targets, mask, layer.weight, chunk_elements)
+    loss = summed_cross_entropy(hidden, targets, mask, layer.weight, chunk_bytes)
     loss.backward()
     assert hidden.grad is not None
     assert layer.weight.grad is not None
@@ -42,7 +42,7 @@ def test_is_the_sum_over_targets(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 20, 21])
 def test_chunks_change_neither_loss_nor_gradients(layer: nn.Linear, tokens: int) -> None:
-    whole, chunked = gradients(layer, 10**9), gradients(layer, tokens * 50)
+    whole, chunked = gradients(layer, 10**9), gradients(layer, 4 * tokens * 50)
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -59,7 +59,7 @@ def test_no_more_logits_than_a_chunk_are_made_at_once_and_none_twice(
         return logsumexp(logits, *args, **kwargs)
 
     monkeypatch.setattr(Tensor, "logsumexp", counted)
-    summed_cross_entropy(hidden, targets, mask, layer.weight, chunk_elements=4 * 50).backward()
+    summed_cross_entropy(hidden, targets, mask, layer.weight, chunk_bytes=4 * 4 * 50).backward()
     assert max(sizes) == 200
     assert sum(sizes) == 21 * 50
 

@@ -16,8 +16,12 @@ def minus_expm1(z):
 
 @triton.jit
 def gelu_share(x):
-    """gelu(x) / x in its tanh form: (1 + tanh z) / 2 = sigmoid(2 z), where 2 z = 2 sqrt(2/pi) (x + 0.044715 x^3)."""
-    return tl.sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * x * x))
+    """gelu(x) / x in its tanh form: (1 + tanh z) / 2 = sigmoid(2 z), where 2 z = 2 sqrt(2/pi) (x + 0.044715 x^3).
+
+    1 / (1 + e) by a reciprocal root, squared: one instruction where a division takes eight.
+    """
+    root = tl.rsqrt(1 + tl.exp2(x * (-2.302208198 - 0.1029432396 * x * x)))
+    return root * root
 
 
 @triton.jit

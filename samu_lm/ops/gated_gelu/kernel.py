@@ -13,8 +13,8 @@ from torch import Tensor
 from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
 from samu_lm.ops.gated_gelu.kernel_gelu import bias_kernel, gelu_gradients_kernel, gelu_kernel
 
-# Tokens of a program, tokens worked on together, channels.
-_TOKENS, _ROWS, _COLUMNS = 128, 8, 256
+# Tokens of a program, tokens worked on together, channels, warps.
+_TOKENS, _ROWS, _COLUMNS, _WARPS = 128, 8, 256, 4
 
 
 def _sizes(x: Tensor) -> tuple[int, dict[str, int]]:
@@ -22,8 +22,9 @@ def _sizes(x: Tensor) -> tuple[int, dict[str, int]]:
     width = x.shape[-1] // 2
     block = min(_COLUMNS, next_power_of_two(width))
     blocks = cdiv(width, block)
-    sizes = {"F": width, "TOKENS": _TOKENS, "ROWS": _ROWS, "BLOCK": block, "BLOCKS": blocks, "num_warps": 4}
-    return cdiv(x.shape[0], _TOKENS), sizes
+    even = x.shape[0] % _TOKENS == 0 and width % block == 0
+    sizes = {"F": width, "TOKENS": _TOKENS, "ROWS": _ROWS, "BLOCK": block, "BLOCKS": blocks, "EVEN": even}
+    return cdiv(x.shape[0], _TOKENS), sizes | {"num_warps": _WARPS}
 
 
 @torch.library.custom_op("samu_lm::gated_gelu_triton", mutates_args=())

@@ -11,9 +11,17 @@ from samu_lm.ops.common.reduce import column_sums
 
 
 @triton.jit
+def _inside(rows, columns, tokens, F: tl.constexpr, EVEN: tl.constexpr):
+    """Which of a tile's entries exist; EVEN promises that all do."""
+    if EVEN:
+        return tl.full([rows.shape[0], columns.shape[0]], True, tl.int1)
+    return (rows < tokens)[:, None] & (columns < F)[None, :]
+
+
+@triton.jit
 def gelu_kernel(
     x, bias, y, tokens, F: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """y of ``TOKENS`` tokens and a block of channels."""
     program = tl.program_id(0)
@@ -24,7 +32,7 @@ def gelu_kernel(
     begin = (program // BLOCKS) * TOKENS
     for start in range(0, TOKENS, ROWS):
         rows = begin + start + tl.arange(0, ROWS)
-        mask = (rows < tokens)[:, None] & inside[None, :]
+        mask = _inside(rows, columns, tokens, F, EVEN)
         at = x + rows.to(tl.int64)[:, None] * (2 * F) + columns[None, :]
         gate = tl.load(at, mask=mask, other=0.0).to(tl.float32) + gate_bias
         up = tl.load(at + F, mask=mask, other=0.0).to(tl.float32) + up_bias
@@ -35,7 +43,7 @@ def gelu_kernel(
 @triton.jit
 def gelu_gradients_kernel(
     grad_y, x, bias, grad_x, partials, tokens, F: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x, and this program's part of the bias's: float32 ``[programs along tokens, 2F]``."""
     program = tl.program_id(0)
@@ -47,7 +55,7 @@ def gelu_gradients_kernel(
     begin = (program // BLOCKS) * TOKENS
     for start in range(0, TOKENS, ROWS):
         rows = begin + start + tl.arange(0, ROWS)
-        mask = (rows < tokens)[:, None] & inside[None, :]
+        mask = _inside(rows, columns, tokens, F, EVEN)
         offset = rows.to(tl.int64)[:, None] * (2 * F) + columns[None, :]
         grad = tl.load(grad_y + rows.to(tl.int64)[:, None] * F + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) + gate_bias

@@ -3,7 +3,7 @@
 Legend: B rows, L tokens, W width, H gate blocks of w = W/H channels; the tile's letters as in kernel_forward.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,12 +73,17 @@ OPTIONS = {
     "projection": Options(resident=1),
 }
 # For blocks of more than 64 channels: half as many numbers per thread, twice as many warps a multiprocessor.
-_PAIRED = Options(registers=128, pick=False, warps=8, paired=True, run=16)
+_PAIRED = Options(resident=4, registers=128, pick=False, channels=32, paired=True, run=16)
 WIDE_OPTIONS = OPTIONS | {"forward_summary": _PAIRED, "forward": _PAIRED, "gradient": _PAIRED}
 # For blocks of more than 128.
-WIDER_OPTIONS = WIDE_OPTIONS | {"summary": Options(pick=False)}
-# For blocks of more than 160: the shared memory holds one such program.
-WIDEST_OPTIONS = WIDER_OPTIONS | {"gradient": Options(resident=1, pick=False, warps=8, paired=True, run=16)}
+WIDER_OPTIONS = WIDE_OPTIONS | {"summary": Options(pick=False), "gradient": replace(_PAIRED, stages=2)}
+# For blocks of more than 160: the shared memory holds one or two such programs.
+_LARGE = Options(registers=128, pick=False, warps=8, paired=True, run=16)
+WIDEST_OPTIONS = WIDER_OPTIONS | {
+    "forward_summary": _LARGE,
+    "forward": _LARGE,
+    "gradient": replace(_LARGE, resident=1, registers=None),
+}
 # By widest block.
 TABLES = {64: OPTIONS, 128: WIDE_OPTIONS, 160: WIDER_OPTIONS, 256: WIDEST_OPTIONS}
 

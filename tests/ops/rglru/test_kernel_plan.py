@@ -23,7 +23,8 @@ def test_order_of_rows(monkeypatch: pytest.MonkeyPatch, paired: bool, channels: 
     """Both orders of the gates' rows, slices of a block, x and the gradient by a product or out of shared memory."""
     for table in (kernel_plan.WIDE_OPTIONS, kernel_plan.WIDER_OPTIONS):
         for name in ("forward_summary", "forward", "gradient"):
-            chosen = dataclasses.replace(table[name], paired=paired, channels=channels, pick=pick)
+            warps = channels // 8 if paired else 4
+            chosen = dataclasses.replace(table[name], paired=paired, channels=channels, pick=pick, warps=warps)
             monkeypatch.setitem(table, name, chosen)
     kernel_plan.clear_plans()
     inputs = widths.draw(1, 41, 1, w)
