@@ -43,7 +43,7 @@ def explain_samu(batch: int, length: int, width: int) -> list[str]:
         lines += [
             f"  {where}, on {gpu}, torch {torch_version}, triton {triton_version}",
             f"  runs      {found.choice}: {found.milliseconds:.3f} ms forward + backward there",
-            f"  runner-up {found.runner_up}: +{found.margin:.1%}",
+            f"  runner-up {found.runner_up}: {found.margin:+.1%}",
         ]
     plan = plan_for(batch, length, width)
     lines.append("  plan      " + ", ".join(f"{k}={v}" for k, v in asdict(plan).items()))

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from samu_lm.model.block import PIECE
 from samu_lm.ops.cross_entropy import IGNORED, cross_entropy
 
-# Bytes of logits held at once. Above it they are made, used and thrown away a chunk at a time. 1 GiB is 16,777 tokens of
-# a vocabulary of 32,000 in bfloat16: so few chunks that adding up the weight's gradient does not matter.
+# Bytes of logits held at once. Above it they are made, used and thrown away a chunk at a time. 1 GiB is 16,777 tokens
+# of a vocabulary of 32,000 in bfloat16: so few chunks that adding up the weight's gradient does not matter.
 CHUNK_BYTES = 2**30
 # ... but in no more chunks than this.
 MOST_CHUNKS = 32

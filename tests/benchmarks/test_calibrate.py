@@ -107,7 +107,7 @@ def test_odd_shapes(arguments: list[str], key: str, capsys: pytest.CaptureFixtur
 
 
 def test_the_record_in_force() -> None:
-    """The record that ships names its machine and versions, and each choice is its shape's fastest row."""
+    """The record that ships names its machine and versions, and each choice is what its shape's rows say."""
     path = dispatch.record_path(OP)
     record = json.loads(path.read_text())
     assert record["environment"].keys() >= {"gpu", "torch", "triton", "cuda"}
@@ -115,7 +115,22 @@ def test_the_record_in_force() -> None:
     for entry in record["entries"]:
         shape = {name: entry[name] for name in ("batch", "length", "width")}
         rows = [row for row in record["rows"] if row["shape"] == shape]
-        medians = {row["candidate"]: row["forward_backward"]["median_ms"] for row in rows}
-        assert entry["choice"] == min(medians, key=lambda name: medians[name])
-        assert entry["fields"] == record["candidates"][entry["choice"]]
+        assert entry == calibrate.entry(tuple(shape.values()), rows, record["candidates"])  # type: ignore[arg-type]
         Plan(**entry["fields"])
+
+
+def test_of_plans_that_are_as_fast_the_one_that_takes_less_memory_runs() -> None:
+    def row(name: str, time: float, memory: int) -> dict[str, Any]:
+        return {
+            "candidate": name,
+            "forward_backward": {"median_ms": time},
+            "peak_allocated_delta_bytes": memory,
+        }
+
+    fields: dict[str, dict[str, Any]] = {name: {} for name in "abc"}
+    fast, lean, slow = row("a", 1.0, 100), row("b", 1.02, 80), row("c", 1.04, 50)
+    found = calibrate.entry((1, 2, 4), [slow, lean, fast], fields)
+    assert (found["choice"], found["runner_up"]) == ("b", "a")
+    assert found["margin"] == pytest.approx(1 / 1.02 - 1)
+    assert calibrate.entry((1, 2, 4), [slow, fast], fields)["choice"] == "a"
+    assert calibrate.entry((1, 2, 4), [lean], fields)["runner_up"] == "b"

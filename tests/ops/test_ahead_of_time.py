@@ -73,6 +73,9 @@ with compile_only() as compiled:
     compile(3, 301, 70, 5, torch.float32, True, True)
     compile(3, 64, 70, 2, torch.float16, True, False)
     compile(2, 300, 1024, 1, torch.float32, True, True)
+# a piece with a first token is looked for again and again: the compiler must not take the first for all
+walks = [k.asm["ttgir"].partition("scf.while") for name, k in compiled if name == "conv_gradients_kernel"]
+assert sum('"tt.reduce"' in loop for _, _, loop in walks) == 5, [len(loop) for _, _, loop in walks]
 print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))
 """
 

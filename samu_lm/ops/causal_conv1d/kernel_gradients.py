@@ -98,10 +98,11 @@ def conv_gradients_kernel(
     if HAS_FIRST:
         # Runs of pieces without a first token in a loop of their own, the same as where there are none at all: as a
         # branch of one loop it could not be pipelined, and the two bodies would take each other's registers.
+        # (In a for loop over the runs Triton 3.6 and 3.7 take ``piece`` for a constant.)
         PIECES: tl.constexpr = CHUNK // STEP
         holds = pieces_with_first(first, left, CHUNK, STEP)
-        piece = 0
-        for _run in range(tl.sum((holds < PIECES).to(tl.int32), axis=0) + 1):
+        piece = c * 0
+        while piece < PIECES:
             upto = tl.min(tl.where(holds >= piece, holds, PIECES), axis=0)
             state = pass_pieces(
                 x,

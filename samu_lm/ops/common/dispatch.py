@@ -27,7 +27,8 @@ class Entry:
         choice: name of the fastest candidate; its fields are ``fields``.
         fields: what the candidate sets, by field name.
         milliseconds: its forward + backward median.
-        runner_up, margin: name of the second fastest, and how much longer it took (0.03 is 3%).
+        runner_up, margin: name of the fastest other one, and how much longer it took (0.03 is 3%; below 0 where the
+            choice takes less memory in almost as little time).
     """
 
     batch: int

@@ -60,7 +60,7 @@ class StopOnSignal(Callback):
         ConfigError: a time that is none.
     """
 
-    def __init__(self, requeue: bool = True, max_time: str | Mapping[str, float] | None = None) -> None:
+    def __init__(self, requeue: bool = True, max_time: str | Mapping[str, int] | None = None) -> None:
         self.requeue = requeue
         self._seconds = _seconds(max_time)
         self._began = time.monotonic()
@@ -171,7 +171,7 @@ class StopOnSignal(Callback):
             raise GracefulStop(self._signum)
 
 
-def _seconds(max_time: str | Mapping[str, float] | None) -> float | None:
+def _seconds(max_time: str | Mapping[str, int] | None) -> float | None:
     if max_time is None:
         return None
     try:
