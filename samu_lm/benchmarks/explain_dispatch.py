@@ -67,10 +67,11 @@ def explain_rglru(batch: int, length: int, width: int, blocks: int, dtype: torch
             f"{rglru_plan.WIDEST_BLOCK[dtype]} channels fit the scan for {kind})"
         )
     problem = rglru_plan.problem_for((batch, length, width), w if fused else 0, dtype, True, False, None)
-    for name, split in (("forward", problem.forward), ("backward", problem.backward)):
+    for name, kernel, split in (("forward", "forward", problem.forward), ("backward", "gradient", problem.backward)):
+        tile = problem.tile(kernel)
         lines.append(
             f"  {name:9s} {split.segments} segments a row, of {split.pieces_per_segment} pieces of "
-            f"{split.tiles_per_piece} tiles of {problem.tiling.T} tokens by {problem.tiling.M} channels"
+            f"{split.tiles_per_piece} tiles of {tile.T} tokens by {tile.M} channels"
         )
     lines.append("  rule      by the blocks' width, as measured (docs/kernels-rglru.md); there is no runner-up")
     return lines
