@@ -104,7 +104,7 @@ def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> 
                     hold("samu", (*CHECKED, shape[2]), torch.bfloat16)
                     _agreed.add((plan, shape[2]))
                 case.forward_backward()
-            except (CheckFailed, TritonError, RuntimeError) as error:
+            except (CheckFailed, TritonError, RuntimeError, ValueError) as error:
                 print(f"{shape} {name}: left out: {str(error)[:200]}", file=sys.stderr)
                 continue
         good.append(name)
@@ -133,7 +133,7 @@ def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> 
 def compile_plan(item: tuple[Shape, Plan]) -> None:
     """Compiles a plan for a shape and for its check; a plan that fails is left to :func:`measure` to report."""
     shape, plan = item
-    with use_plan(plan), contextlib.suppress(CheckFailed, TritonError, RuntimeError):
+    with use_plan(plan), contextlib.suppress(CheckFailed, TritonError, RuntimeError, ValueError):
         hold("samu", (*CHECKED, shape[2]), torch.bfloat16)
         samu_case(shape, True).forward_backward()
 

@@ -5,6 +5,7 @@ Shapes: B rows, L tokens, D model width, W width of the recurrence, K convolutio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from samu_lm.model import init
+from samu_lm.model.fp8 import MULTIPLE
 from samu_lm.model.gated_delta import GatedDelta
 from samu_lm.model.layers import CausalConv1d, OnBackend, RMSNorm, check_backend
 from samu_lm.model.mixers import RGLRU, SAMU, build_mixer
@@ -229,8 +231,13 @@ class RecurrentBlock(nn.Module):
 
 
 def in_pieces(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """A checkpointed function of tokens ``[B, L, ...]``, each independent of the others, some tokens at a time."""
-    length = max(1, PIECE // max(1, tensors[0].shape[0]))
+    """A checkpointed function of tokens ``[B, L, ...]``, each independent of the others, some tokens at a time.
+
+    All but the last piece have a multiple of 16 tokens, which products in float8 want.
+    """
+    rows = max(1, tensors[0].shape[0])
+    unit = MULTIPLE // math.gcd(rows, MULTIPLE)
+    length = max(unit, PIECE // rows // unit * unit)
     if tensors[0].shape[1] <= length:
         return checkpoint(function, *tensors, use_reentrant=False)
     pieces = zip(*(tensor.split(length, 1) for tensor in tensors), strict=True)

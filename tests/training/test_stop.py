@@ -162,6 +162,7 @@ class TestMaxTime:
         [
             (["trainer.max_time=soon"], r"^trainer\.max_time=soon: must be DD:HH:MM:SS"),
             (["trainer.max_time={fortnights: 1}"], r"^trainer\.max_time=\{'fortnights': 1\}: must be DD:HH:MM:SS"),
+            (["trainer.max_time={hours: 1000000000000}"], r"^trainer\.max_time=\{'hours': 1000000000000\}: must be DD"),
             (["trainer.max_time=00:00:00:00"], r"^trainer\.max_time=00:00:00:00: must be longer than no time"),
             (
                 ["trainer.max_time=00:01:00:00", "~callbacks.stop"],

@@ -74,7 +74,15 @@ class Plan:
         """This plan with every size cut down to what a problem of ``length`` tokens and ``modes`` modes can use.
 
         Where one program must hold every mode, its warps grow so that each thread holds as many as the plan says.
+
+        Raises:
+            ValueError: states would be kept at other tokens than those that the gradients pass looks for them at.
         """
+        for name, step in (("step", self.step), ("gradient_step", self.gradient_step)):
+            if self.save_every % step:
+                raise ValueError(f"save_every={self.save_every}: must be a multiple of {name}={step}")
+        if self.save_skip == 1:
+            raise ValueError("save_skip=1: would keep no state; must be 0 or at least 2")
         every = max(16, next_power_of_two(modes))
         fused = self.fused and every <= _MOST_FUSED
         fused_controls = self.fused_controls and every <= 2 * _MOST_FUSED

@@ -176,7 +176,7 @@ def _seconds(max_time: str | Mapping[str, int] | None) -> float | None:
         return None
     try:
         seconds = Timer(dict(max_time) if isinstance(max_time, Mapping) else max_time)._duration
-    except (MisconfigurationException, TypeError) as error:
+    except (MisconfigurationException, TypeError, ValueError, OverflowError) as error:
         remedy = "must be DD:HH:MM:SS, as in 00:11:30:00, or numbers by unit, as in {hours: 11, minutes: 30}"
         raise ConfigError("trainer.max_time", max_time, remedy) from error
     assert seconds is not None

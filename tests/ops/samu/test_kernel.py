@@ -260,3 +260,17 @@ def test_compiles_once_without_a_break() -> None:
     assert compiled_graphs == 2, (
         "graphs on the disk hold the sizes of kept buffers, so that a plan must be in their key"
     )
+
+
+@pytest.mark.parametrize(
+    ("plan", "field"),
+    [
+        (Plan(save_skip=1), "save_skip=1"),
+        (Plan(save_every=4), "save_every=4"),
+        (Plan(save_every=8, gradient_step=16), "gradient_step=16"),
+    ],
+    ids=["none kept", "passed over", "looked for elsewhere"],
+)
+def test_plans_that_would_read_states_nobody_kept_are_refused(plan: Plan, field: str) -> None:
+    with use_plan(plan), pytest.raises(ValueError, match=field):
+        samu_mixer(*draw(1, 17, 4).values(), backend="triton")
