@@ -50,12 +50,11 @@ _ODD = {"vocab_size": 77, "width": 28, "rnn_width": 80}
     [
         (_400M, "samu", 1, True),
         (_400M, "rglru", 1, True),
-        (_400M, "samu", 16, True),
         (_400M, "rglru", 16, True),
         (_ODD, "samu", 3, True),
         (_ODD, "rglru", 3, False),
     ],
-    ids=["samu", "rglru", "samu, 16 rows", "rglru, 16 rows", "odd sizes", "odd sizes, small plan"],
+    ids=["samu", "rglru", "16 rows", "odd sizes", "odd sizes, small plan"],
 )
 def test_compiles(sizes: dict[str, int], mixer: str, batch: int, found: bool) -> None:
     """Every launch compiles, spills nothing, and has asked for its weights before it waits for the last kernel."""
