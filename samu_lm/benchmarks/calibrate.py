@@ -53,15 +53,20 @@ TOLERANCE = 0.03
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of ``samu-lm calibrate``."""
-    parser.epilog = "example: samu-lm calibrate --shapes 1,32768,1024 4,2048,2048"
-    parser.add_argument("--shapes", nargs="+", metavar="B,L,W", help="default: the shapes of the recorded tables")
-    parser.add_argument("--candidates", type=Path, help="JSON, candidate name to fields of the plan; default: built in")
+    parser.epilog = (
+        "example: samu-lm calibrate --shapes 1,32768,1024 4,2048,2048. Needs a GPU. Of the plans within 3% of the "
+        "fastest the one with the least product of time and memory is what dispatch then takes."
+    )
+    parser.add_argument("--shapes", nargs="+", metavar="B,L,W", help="default: the nine shapes of the record in force")
+    parser.add_argument(
+        "--candidates", type=Path, help='JSON, {"name": {"chunk": 32, "fused": true}, ...}; default: built in'
+    )
     parser.add_argument("--rounds", type=int, default=2, help="rounds; every second one runs in reverse order")
     parser.add_argument("--repeats", type=int, default=5, help="samples per round and phase")
     parser.add_argument(
         "--jobs", type=int, default=default_jobs(), help="processes that compile before the clock starts"
     )
-    parser.add_argument("--output", type=Path, help="default: the record that dispatch reads")
+    parser.add_argument("--output", type=Path, help="default: overwrites the record that dispatch reads")
 
 
 def read_candidates(path: Path | None) -> dict[str, Plan]:

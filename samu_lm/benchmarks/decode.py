@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=list(SIZES), default="400m")
     parser.add_argument("--architectures", nargs="+", choices=MIXERS, default=list(MIXERS))
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[1], help="rows decoded together, at most 16")
-    parser.add_argument("--repeats", type=int, default=100, help="tokens that are timed")
+    parser.add_argument("--repeats", type=int, default=100, help="steps that are timed (100)")
     parser.add_argument("--output", type=Path, default=Path("decode.json"), help="JSON; table (.md) beside")
     parser.add_argument(
         "--candidates",
         type=Path,
-        help='JSON of plans, {"name": {"output": [4, 4, 256]}, ...}: time them, take the best',
+        help='JSON of plans, {"name": {"output": [4, 4, 256]}, ...}: time them for one row, take the best',
     )
-    parser.add_argument("--search", action="store_true", help="try a list of sizes for each kernel, take the best")
+    parser.add_argument("--search", action="store_true", help="try sizes of each kernel for one row, take the best")
 
 
 def start(decoder: Decoder) -> Callable[[], Any]:

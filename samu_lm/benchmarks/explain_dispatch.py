@@ -11,7 +11,7 @@ from samu_lm.benchmarks.shapes import parse_shapes
 from samu_lm.errors import ConfigError
 from samu_lm.ops.common import dispatch
 from samu_lm.ops.rglru import kernel_plan as rglru_plan
-from samu_lm.ops.samu.kernel_plan import OP, plan_for
+from samu_lm.ops.samu.kernel_plan import OP, Plan, plan_for
 
 BLOCKS = 16
 DTYPES = ("bfloat16", "float16", "float32")
@@ -43,11 +43,20 @@ def explain_samu(batch: int, length: int, width: int) -> list[str]:
         lines += [
             f"  {where}, on {gpu}, torch {torch_version}, triton {triton_version}",
             f"  runs      {found.choice}: {found.milliseconds:.3f} ms forward + backward there",
-            f"  runner-up {found.runner_up}: {found.margin:+.1%}",
+            f"  runner-up {found.runner_up}: {_margin(found.margin)}",
         ]
     plan = plan_for(batch, length, width)
-    lines.append("  plan      " + ", ".join(f"{k}={v}" for k, v in asdict(plan).items()))
+    default = asdict(Plan())
+    changed = ", ".join(f"{k}={v}" for k, v in asdict(plan).items() if v != default[k] or k == "chunk")
+    lines.append(f"  plan      {changed} (the others are Plan's defaults)")
     return lines
+
+
+def _margin(margin: float) -> str:
+    """How much longer the runner-up takes, in words where it does not."""
+    if margin >= 0:
+        return f"+{margin:.1%}"
+    return f"{-margin:.1%} faster, takes more memory (within 3% of the fastest the least time x memory runs)"
 
 
 def explain_rglru(batch: int, length: int, width: int, blocks: int, dtype: torch.dtype) -> list[str]:
@@ -70,10 +79,12 @@ def explain_rglru(batch: int, length: int, width: int, blocks: int, dtype: torch
     for name, kernel, split in (("forward", "forward", problem.forward), ("backward", "gradient", problem.backward)):
         tile = problem.tile(kernel)
         lines.append(
-            f"  {name:9s} {split.segments} segments a row, of {split.pieces_per_segment} pieces of "
+            f"  {name:9s} segments a row: {split.segments}, of {split.pieces_per_segment} pieces of "
             f"{split.tiles_per_piece} tiles of {tile.T} tokens by {tile.M} channels"
         )
-    lines.append("  rule      by the blocks' width, as measured (docs/kernels-rglru.md); there is no runner-up")
+    lines.append(
+        "  rule      by the blocks' width and type, as measured (docs/kernels-rglru.md); there is no runner-up"
+    )
     return lines
 
 

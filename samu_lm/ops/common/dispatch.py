@@ -24,11 +24,11 @@ class Entry:
 
     Attributes:
         batch, length, width: the shape.
-        choice: name of the fastest candidate; its fields are ``fields``.
+        choice: name of the candidate with the least time x memory of those within 3% of the fastest.
         fields: what the candidate sets, by field name.
         milliseconds: its forward + backward median.
-        runner_up, margin: name of the fastest other one, and how much longer it took (0.03 is 3%; below 0 where the
-            choice takes less memory in almost as little time).
+        runner_up, margin: name of the fastest other one, and how much longer it took (0.03 is 3%; below 0: it is
+            faster and takes more memory).
     """
 
     batch: int
@@ -77,6 +77,9 @@ def choose(entries: tuple[Entry, ...], batch: int, length: int, width: int) -> E
     """The entry whose choice a shape takes, or None without entries."""
     if not entries:
         return None
+    for entry in entries:
+        if (entry.batch, entry.length, entry.width) == (batch, length, width):
+            return entry
     nearest_width = _nearest(sorted({e.width for e in entries}), width)
     of_width = [e for e in entries if e.width == nearest_width]
     tokens = _nearest(sorted({e.tokens for e in of_width}), batch * length)

@@ -66,6 +66,12 @@ def test_the_record_of_the_package_is_whole() -> None:
         assert found.margin >= -0.03
 
 
+def test_a_measured_shape_takes_its_own_plan() -> None:
+    _, entries = read_record(dispatch.record_path(OP))
+    for found in entries:
+        assert dispatch.choose(entries, found.batch, found.length, found.width) is found
+
+
 @pytest.mark.parametrize("width", [2, 6, 130, 1024, 2560])
 @pytest.mark.parametrize("length", [1, 15, 16, 100, 131072])
 def test_plans_fit_their_problem(length: int, width: int) -> None:
