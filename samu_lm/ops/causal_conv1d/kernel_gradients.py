@@ -7,7 +7,7 @@ Shapes as in ``kernel_conv``. First tokens are rare: a piece of STEP tokens with
 import triton
 import triton.language as tl
 
-from samu_lm.ops.causal_conv1d.kernel_pieces import emit, pass_pieces, pieces_with_first, spread
+from samu_lm.ops.causal_conv1d.kernel_pieces import finish, pass_pieces, pieces_with_first
 from samu_lm.ops.causal_conv1d.kernel_window import is_first, load_taps, load_token, push, window_before
 from samu_lm.ops.common.reduce import column_sums
 
@@ -95,6 +95,7 @@ def conv_gradients_kernel(
     first += token
     grad_final_state += b.to(tl.int64) * (REACH * W)
     grad_initial_state += b.to(tl.int64) * (REACH * W)
+    arrays = (x, grad_y, first, grad_final_state, grad_x, grad_initial_state)
     if HAS_FIRST:
         # Runs of pieces without a first token in a loop of their own, the same as where there are none at all: as a
         # branch of one loop it could not be pipelined, and the two bodies would take each other's registers.
@@ -105,110 +106,29 @@ def conv_gradients_kernel(
         while piece < PIECES:
             upto = tl.min(tl.where(holds >= piece, holds, PIECES), axis=0)
             state = pass_pieces(
-                x,
-                grad_y,
-                state,
-                taps,
-                first,
-                piece * STEP,
-                upto * STEP,
-                left,
-                first_kept,
-                grad_final_state,
-                grad_x,
-                grad_initial_state,
-                channels,
-                mask,
-                W,
-                STRIDE_T,
-                REACH,
-                STEP,
-                False,
-                HAS_FINAL,
-                HAS_INITIAL,
-                EVEN,
-                TAIL,
-                STAGES,
-            )
+                state, arrays, taps, piece * STEP, upto * STEP, left, first_kept, channels, mask,
+                W, STRIDE_T, REACH, STEP, False, HAS_FINAL, HAS_INITIAL, EVEN, TAIL, STAGES,
+            )  # fmt: skip
             piece = tl.minimum(upto + 1, PIECES)
             state = pass_pieces(
-                x,
-                grad_y,
-                state,
-                taps,
-                first,
-                upto * STEP,
-                piece * STEP,
-                left,
-                first_kept,
-                grad_final_state,
-                grad_x,
-                grad_initial_state,
-                channels,
-                mask,
-                W,
-                STRIDE_T,
-                REACH,
-                STEP // 2,
-                True,
-                HAS_FINAL,
-                HAS_INITIAL,
-                EVEN,
-                TAIL,
-                STAGES,
-            )
+                state, arrays, taps, upto * STEP, piece * STEP, left, first_kept, channels, mask,
+                W, STRIDE_T, REACH, STEP // 2, True, HAS_FINAL, HAS_INITIAL, EVEN, TAIL, STAGES,
+            )  # fmt: skip
     else:
         state = pass_pieces(
-            x,
-            grad_y,
-            state,
-            taps,
-            first,
-            0,
-            CHUNK,
-            left,
-            first_kept,
-            grad_final_state,
-            grad_x,
-            grad_initial_state,
-            channels,
-            mask,
-            W,
-            STRIDE_T,
-            REACH,
-            STEP,
-            False,
-            HAS_FINAL,
-            HAS_INITIAL,
-            EVEN,
-            TAIL,
-            STAGES,
-        )
+            state, arrays, taps, 0, CHUNK, left, first_kept, channels, mask,
+            W, STRIDE_T, REACH, STEP, False, HAS_FINAL, HAS_INITIAL, EVEN, TAIL, STAGES,
+        )  # fmt: skip
     window, pending, open_, sums = state
     for j in tl.static_range(REACH):
         inside = CHUNK + j < left
         flag = is_first(first, CHUNK + j, inside, HAS_FIRST)
         dy = load_token(grad_y + (CHUNK + j) * W, channels, mask, inside, EVEN, True).to(tl.float32)
-        pending, open_ = spread(pending, open_, taps, dy, flag, REACH, HAS_FIRST)
-        emit(
-            pending[REACH - 1],
-            open_[REACH - 1],
-            CHUNK + j - REACH,
-            left,
-            first_kept,
-            grad_final_state,
-            grad_x + (CHUNK + j - REACH) * W,
-            grad_initial_state,
-            channels,
-            mask,
-            W,
-            REACH,
-            HAS_FINAL,
-            HAS_INITIAL,
-            EVEN,
-            TAIL,
-            CHUNK + j >= REACH,
-        )
+        pending, open_ = finish(
+            pending, open_, taps, dy, flag, CHUNK + j, left, first_kept, grad_final_state,
+            grad_x + (CHUNK + j - REACH) * W, grad_initial_state, channels, mask, W, REACH, HAS_FIRST, HAS_FINAL,
+            HAS_INITIAL, EVEN, TAIL, CHUNK + j >= REACH,
+        )  # fmt: skip
         pending = push(pending, tl.zeros([BLOCK], tl.float32), REACH)
         open_ = push(open_, left > 0, REACH)
     partial = partials + chunk.to(tl.int64) * ((TAPS + 1) * W)

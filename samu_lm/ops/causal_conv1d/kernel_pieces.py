@@ -26,24 +26,10 @@ def pieces_with_first(first, left, CHUNK: tl.constexpr, STEP: tl.constexpr):
 
 @triton.jit
 def emit(
-    value,
-    open_,
-    t,
-    left,
-    first_kept,
-    grad_final_state,
-    grad_x,
-    grad_initial_state,
-    channels,
-    mask,
-    W: tl.constexpr,
-    REACH: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    TAIL: tl.constexpr,
-    INNER: tl.constexpr,
-):
+    value, open_, t, left, first_kept, grad_final_state, grad_x, grad_initial_state, channels, mask,
+    W: tl.constexpr, REACH: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr, EVEN: tl.constexpr,
+    TAIL: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
     """Writes the gradient of input t, at the row ``grad_x``, once every token that saw it has been passed.
 
     INNER: t is no token before the chunk's first.
@@ -87,137 +73,65 @@ def spread(pending, open_, taps, dy, first, REACH: tl.constexpr, HAS_FIRST: tl.c
 
 
 @triton.jit
-def _pass_piece(
-    x,
-    grad_y,
-    state,
-    taps,
-    first,
-    t,
-    left,
-    first_kept,
-    grad_final_state,
-    grad_x,
-    grad_initial_state,
-    channels,
-    mask,
-    W: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    REACH: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRSTS: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """STEP tokens from t on: writes the gradients of inputs that they finish, returns the state behind them.
-
-    The state is the window, what is pending, whether it is open, and the sums. Without FIRSTS no token is a first one.
-    """
-    flags = ()
-    for j in tl.static_range(STEP):
-        flags = flags + (is_first(first, t + j, t + j < left, FIRSTS),)
-    row = x + t * STRIDE_T
-    dy_row = grad_y + t * W
-    dx_row = grad_x + t * W
-    rows = ()
-    for j in tl.static_range(STEP):
-        inside = t + j < left
-        x_row = load_token(row + j * STRIDE_T, channels, mask, inside, EVEN, TAIL)
-        rows = rows + ((x_row, load_token(dy_row + j * W, channels, mask, inside, EVEN, TAIL)),)
-    window, pending, open_, sums = state
-    for j in tl.static_range(STEP):
-        value, dy = rows[j]
-        value = value.to(tl.float32)
-        dy = dy.to(tl.float32)
-        if FIRSTS:
-            window = forget(window, flags[j], REACH)
-        grown = (sums[0] + dy * value,)
-        for k in tl.static_range(REACH):
-            grown = grown + (sums[k + 1] + dy * window[k],)
-        sums = grown + (sums[REACH + 1] + dy,)
-        pending, open_ = spread(pending, open_, taps, dy, flags[j], REACH, FIRSTS)
-        if REACH > 0:
-            emit(
-                pending[REACH - 1],
-                open_[REACH - 1],
-                t + j - REACH,
-                left,
-                first_kept,
-                grad_final_state,
-                dx_row + (j - REACH) * W,
-                grad_initial_state,
-                channels,
-                mask,
-                W,
-                REACH,
-                HAS_FINAL,
-                HAS_INITIAL,
-                EVEN,
-                TAIL,
-                j >= REACH,
-            )
-            window = push(window, value, REACH)
-            pending = push(pending, taps[0] * dy, REACH)
-            open_ = push(open_, left > 0, REACH)
-        else:
-            tl.store(dx_row + j * W + channels, (taps[0] * dy).to(grad_x.dtype.element_ty), mask=mask & (t + j < left))
-    return window, pending, open_, sums
+def finish(
+    pending, open_, taps, dy, first, t, left, first_kept, grad_final_state, grad_x, grad_initial_state, channels, mask,
+    W: tl.constexpr, REACH: tl.constexpr, FIRSTS: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    EVEN: tl.constexpr, TAIL: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """Spreads token t and writes the gradient of the input REACH tokens before it, at the row ``grad_x``."""
+    pending, open_ = spread(pending, open_, taps, dy, first, REACH, FIRSTS)
+    emit(
+        pending[REACH - 1], open_[REACH - 1], t - REACH, left, first_kept, grad_final_state, grad_x, grad_initial_state,
+        channels, mask, W, REACH, HAS_FINAL, HAS_INITIAL, EVEN, TAIL, INNER,
+    )  # fmt: skip
+    return pending, open_
 
 
 @triton.jit
 def pass_pieces(
-    x,
-    grad_y,
-    state,
-    taps,
-    first,
-    start,
-    stop,
-    left,
-    first_kept,
-    grad_final_state,
-    grad_x,
-    grad_initial_state,
-    channels,
-    mask,
-    W: tl.constexpr,
-    STRIDE_T: tl.constexpr,
-    REACH: tl.constexpr,
-    STEP: tl.constexpr,
-    FIRSTS: tl.constexpr,
-    HAS_FINAL: tl.constexpr,
-    HAS_INITIAL: tl.constexpr,
-    EVEN: tl.constexpr,
-    TAIL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """As :func:`_pass_piece`, the tokens from start to stop, STEP at a time."""
+    state, arrays, taps, start, stop, left, first_kept, channels, mask,
+    W: tl.constexpr, STRIDE_T: tl.constexpr, REACH: tl.constexpr, STEP: tl.constexpr, FIRSTS: tl.constexpr,
+    HAS_FINAL: tl.constexpr, HAS_INITIAL: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The tokens from start to stop, STEP at a time: writes the gradients of inputs that they finish.
+
+    Returns the state behind them: the window, what is pending, whether it is open, and the sums. ``arrays`` are x,
+    grad_y, first, grad_final_state, grad_x and grad_initial_state. Without FIRSTS no token is a first one.
+    """
+    x, grad_y, first, grad_final_state, grad_x, grad_initial_state = arrays
     window, pending, open_, sums = state
     for t in tl.range(start, stop, STEP, num_stages=1 if FIRSTS else STAGES):
-        window, pending, open_, sums = _pass_piece(
-            x,
-            grad_y,
-            (window, pending, open_, sums),
-            taps,
-            first,
-            t,
-            left,
-            first_kept,
-            grad_final_state,
-            grad_x,
-            grad_initial_state,
-            channels,
-            mask,
-            W,
-            STRIDE_T,
-            REACH,
-            STEP,
-            FIRSTS,
-            HAS_FINAL,
-            HAS_INITIAL,
-            EVEN,
-            TAIL,
-        )
+        flags = ()
+        for j in tl.static_range(STEP):
+            flags = flags + (is_first(first, t + j, t + j < left, FIRSTS),)
+        row = x + t * STRIDE_T
+        dy_row = grad_y + t * W
+        dx_row = grad_x + t * W
+        rows = ()
+        for j in tl.static_range(STEP):
+            inside = t + j < left
+            x_row = load_token(row + j * STRIDE_T, channels, mask, inside, EVEN, TAIL)
+            rows = rows + ((x_row, load_token(dy_row + j * W, channels, mask, inside, EVEN, TAIL)),)
+        for j in tl.static_range(STEP):
+            value, dy = rows[j]
+            value = value.to(tl.float32)
+            dy = dy.to(tl.float32)
+            if FIRSTS:
+                window = forget(window, flags[j], REACH)
+            grown = (sums[0] + dy * value,)
+            for k in tl.static_range(REACH):
+                grown = grown + (sums[k + 1] + dy * window[k],)
+            sums = grown + (sums[REACH + 1] + dy,)
+            if REACH > 0:
+                pending, open_ = finish(
+                    pending, open_, taps, dy, flags[j], t + j, left, first_kept, grad_final_state,
+                    dx_row + (j - REACH) * W, grad_initial_state, channels, mask, W, REACH, FIRSTS, HAS_FINAL,
+                    HAS_INITIAL, EVEN, TAIL, j >= REACH,
+                )  # fmt: skip
+                window = push(window, value, REACH)
+                pending = push(pending, taps[0] * dy, REACH)
+                open_ = push(open_, left > 0, REACH)
+            else:
+                dx = (taps[0] * dy).to(grad_x.dtype.element_ty)
+                tl.store(dx_row + j * W + channels, dx, mask=mask & (t + j < left))
     return window, pending, open_, sums
