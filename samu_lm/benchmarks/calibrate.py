@@ -93,6 +93,8 @@ def read_candidates(path: Path | None) -> dict[str, Plan]:
     return plans
 
 
+# What a plan that is wrong, or too much for the device, raises.
+_FAILURES = (CheckFailed, TritonError, RuntimeError, ValueError)
 # Rows and tokens that a plan is checked at, at the shape's width.
 CHECKED = (2, 1536)
 # Plans that agreed with float64, by width: the check's other sizes are always the same.
@@ -109,7 +111,7 @@ def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> 
                     hold("samu", (*CHECKED, shape[2]), torch.bfloat16)
                     _agreed.add((plan, shape[2]))
                 case.forward_backward()
-            except (CheckFailed, TritonError, RuntimeError, ValueError) as error:
+            except _FAILURES as error:
                 print(f"{shape} {name}: left out: {str(error)[:200]}", file=sys.stderr)
                 continue
         good.append(name)
@@ -138,7 +140,7 @@ def measure(shape: Shape, plans: dict[str, Plan], rounds: int, repeats: int) -> 
 def compile_plan(item: tuple[Shape, Plan]) -> None:
     """Compiles a plan for a shape and for its check; a plan that fails is left to :func:`measure` to report."""
     shape, plan = item
-    with use_plan(plan), contextlib.suppress(CheckFailed, TritonError, RuntimeError, ValueError):
+    with use_plan(plan), contextlib.suppress(*_FAILURES):
         hold("samu", (*CHECKED, shape[2]), torch.bfloat16)
         samu_case(shape, True).forward_backward()
 

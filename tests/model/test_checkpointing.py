@@ -10,9 +10,8 @@ import torch
 from samu_lm.model.block import in_pieces
 from tests.model.test_lm import _ids as ids_of
 from tests.model.test_lm import _model as build
+from tests.model.test_lm import by_mixer
 from tests.ops.support import random_reset, relative_error
-
-by_mixer = pytest.mark.parametrize("mixer", ["samu", "rglru", "gated_delta"])
 
 
 @by_mixer

@@ -77,10 +77,9 @@ def choose(entries: tuple[Entry, ...], batch: int, length: int, width: int) -> E
     """The entry whose choice a shape takes, or None without entries."""
     if not entries:
         return None
-    for entry in entries:
-        if (entry.batch, entry.length, entry.width) == (batch, length, width):
-            return entry
     nearest_width = _nearest(sorted({e.width for e in entries}), width)
     of_width = [e for e in entries if e.width == nearest_width]
     tokens = _nearest(sorted({e.tokens for e in of_width}), batch * length)
-    return next(e for e in of_width if e.tokens == tokens)
+    of_tokens = [e for e in of_width if e.tokens == tokens]
+    nearest_length = _nearest(sorted({e.length for e in of_tokens}), length)
+    return next(e for e in of_tokens if e.length == nearest_length)

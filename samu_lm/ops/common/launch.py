@@ -55,11 +55,6 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         recorder(kernel, compiled, programs, args, options)
 
 
-def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: it knows no inline assembly."""
-    return _INTERPRETED
-
-
 def watched() -> bool:
     """Whether every launch must go through :func:`launch` one by one: it is observed, interpreted or hooked."""
     if _observer is not None or _INTERPRETED:

@@ -13,7 +13,7 @@ reaches back to token t - k, which exists if the row has seen k tokens, and a ro
 import triton
 import triton.language as tl
 
-from samu_lm.ops.common.elementary import minus_expm1, tanh
+from samu_lm.ops.common.elementary import minus_expm1, small_turn, tanh
 from samu_lm.ops.decode.kernel_linear import let_next_start, wait_for_last
 
 
@@ -26,15 +26,6 @@ def _earlier(ring, weight, bias, count, channels, mask, W: tl.constexpr, TAPS: t
         before = tl.load(ring + slot * W + channels, mask=mask & (count >= k), other=0.0)
         total += before * tl.load(weight + k * W + channels, mask=mask, other=0.0)
     return total
-
-
-@triton.jit
-def _turn(delta):
-    """cos and sin of an angle of at most 1."""
-    z = delta * delta
-    cos = 1 - z / 2 * (1 - z / 12 * (1 - z / 30 * (1 - z / 56 * (1 - z / 90))))
-    sin = delta * (1 - z / 6 * (1 - z / 20 * (1 - z / 42 * (1 - z / 72 * (1 - z / 110)))))
-    return cos, sin
 
 
 @triton.jit
@@ -102,7 +93,7 @@ def samu_kernel(
     delta = tl.load(scalars + 2) * p
     stretch = tl.exp(tl.load(scalars + 3) * s / (1 + s * s))
     r = tl.exp2(nu2 * stretch)
-    cos_delta, sin_delta = _turn(delta)
+    cos_delta, sin_delta = small_turn(delta)
     a_re = r * (cos * cos_delta - sin * sin_delta)
     a_im = r * (sin * cos_delta + cos * sin_delta)
     fresh = count == 0

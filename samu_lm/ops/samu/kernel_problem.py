@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from samu_lm.ops.common.launch import cdiv, interpreted, launch, next_power_of_two
+from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
 from samu_lm.ops.common.replay import Slot
 from samu_lm.ops.samu.kernel_backward import chunk_adjoints_kernel, gradients_kernel
 from samu_lm.ops.samu.kernel_controls import controls_kernel, given_controls_kernel
@@ -70,10 +70,6 @@ class Problem(Sizes):
             "PACKED": self.packed,
             "num_warps": plan.control_warps,
         }
-
-    def sectors(self, prefetch: bool) -> int:
-        """What ``prefetch_rows`` takes a row of x in; 0 for none."""
-        return next_power_of_two(cdiv(self.width, 16)) if prefetch and not interpreted() else 0
 
     def fill_records(self, x: Slot, first: Slot | None, kept: Slot) -> None:
         """Token and chunk records from x."""

@@ -133,9 +133,8 @@ def outputs_kernel(
     """Outputs and final state, each chunk from its carry.
 
     With SAVE, for the backward pass: the state before every SAVE_EVERY tokens (with SAVE_SKIP all but the last of so
-    many), ``[B * N * K, 2M]``, and
-    which outputs the rectifier let through, a bit per token, the last token lowest, in words of WORD tokens,
-    ``[B * N * C / WORD, 2M]``.
+    many), K = CHUNK_STATES a chunk, ``[B * N * K, 2M]``, and which outputs the rectifier let through, a bit per token,
+    the last token lowest, in words of WORD tokens, ``[B * N * C / WORD, 2M]``.
     """
     pid = tl.program_id(0)
     if FLIP:

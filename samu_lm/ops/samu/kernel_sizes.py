@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from samu_lm.ops.common.launch import cdiv
+from samu_lm.ops.backend import interpreting
+from samu_lm.ops.common.launch import cdiv, next_power_of_two
 from samu_lm.ops.samu.kernel_plan import Plan
 from samu_lm.ops.samu.kernel_spectrum import table_size
 
@@ -82,6 +83,10 @@ class Sizes:
         """States that a chunk keeps for the backward pass: of every ``save_skip`` the last is left out."""
         due = self.plan.chunk // self.plan.save_every
         return due - due // self.plan.save_skip if self.plan.save_skip else due
+
+    def sectors(self, prefetch: bool) -> int:
+        """What ``prefetch_rows`` takes a row of x in; 0 for none (the interpreter knows no inline assembly)."""
+        return next_power_of_two(cdiv(self.width, 16)) if prefetch and not interpreting() else 0
 
     @cached_property
     def signs_at(self) -> int:
