@@ -42,7 +42,7 @@ def check_shape(tensor: Tensor, shape: tuple[int, ...], name: str, like: Tensor 
 def check_device(tensor: Tensor, name: str, like: Tensor | None) -> None:
     """Checks that two tensors lie on one device."""
     if like is not None and tensor.device != like.device:
-        raise ValueError(f"{name}.device={tensor.device}: must be on the device of x, {like.device}")
+        raise ValueError(f"{name}.device={tensor.device}: must be on {like.device}, as the other arguments are")
 
 
 def check_reset(reset: Tensor | None, x: Tensor) -> None:

@@ -94,6 +94,9 @@ with compile_only() as compiled:
         x, bias = hollow(300, 2 * 4608, dtype=dtype), hollow(2 * 4608, dtype=torch.float32)
         gelu._gelu._init_fn(x, bias)
         gelu._gelu_backward._init_fn(hollow(300, 4608, dtype=dtype), x, bias)
+        gate, bias = hollow(300, 1536, dtype=dtype), hollow(1536, dtype=torch.float32)
+        gelu._product._init_fn(gate, gate, bias)
+        gelu._product_backward._init_fn(gate, gate, gate, bias)
         for differentiate in (True, False):
             loss._losses._init_fn(hollow(300, 32000, dtype=dtype), hollow(300, dtype=torch.int64), differentiate)
 print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))

@@ -1,4 +1,7 @@
-"""The MLP's activation: gelu(gate + bias) * (up + bias), in one pass over both halves of a projection."""
+"""Products of a gate's GELU and what it lets through, in one pass that adds the gate's bias too.
+
+``gated_gelu`` is the MLP's, gate and up side by side; ``gelu_product`` a recurrence's, gate and up apart.
+"""
 
 from __future__ import annotations
 
@@ -38,4 +41,39 @@ def gated_gelu(x: Tensor, bias: Tensor, *, backend: str = "auto") -> Tensor:
     return run(x, bias)
 
 
-__all__ = ["gated_gelu"]
+def gelu_product(gate: Tensor, up: Tensor, bias: Tensor, *, backend: str = "auto") -> Tensor:
+    """gelu_tanh(gate + bias) * up, worked out in float32 at least.
+
+    On the kernels, the bias's gradient is summed in float32 along with the other gradients.
+
+    Args:
+        gate: projection without its bias, ``[..., F]``, any floating type.
+        up: what the gate lets through, ``[..., F]`` in gate's dtype.
+        bias: ``[F]``, of gate alone.
+        backend: ``auto``, ``reference`` or ``triton``.
+
+    Returns:
+        ``[..., F]`` in gate's dtype.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device is wrong; the message names the argument.
+        RuntimeError: ``backend="triton"`` cannot run here.
+    """
+    refuse_forward_mode()
+    if not gate.is_floating_point():
+        raise TypeError(f"gate.dtype={gate.dtype}: must be {FLOATING}")
+    if gate.dim() < 1 or gate.shape[-1] < 1:
+        raise ValueError(f"gate.shape={tuple(gate.shape)}: the last dimension must hold at least one channel")
+    check_shape(up, tuple(gate.shape), "up", like=gate)
+    if up.dtype != gate.dtype:
+        raise TypeError(f"up.dtype={up.dtype}: must be the dtype of gate, {gate.dtype}; convert one of them")
+    check_shape(bias, (gate.shape[-1],), "bias", like=gate)
+    backend = "reference" if gate.dtype == torch.float64 else backend  # the kernels work in float32
+    if choose_backend("gelu_product", backend, gate) == "triton":
+        from samu_lm.ops.gated_gelu.kernel import gelu_product as run
+    else:
+        from samu_lm.ops.gated_gelu.reference import gelu_product as run
+    return run(gate, up, bias)
+
+
+__all__ = ["gated_gelu", "gelu_product"]
