@@ -20,8 +20,10 @@ from samu_lm.model.fp8 import MULTIPLE
 from samu_lm.model.gated_delta import GatedDelta
 from samu_lm.model.layers import CausalConv1d, OnBackend, RMSNorm, check_backend
 from samu_lm.model.mixers import RGLRU, SAMU, build_mixer
+from samu_lm.model.products import bare_product, is_plain, product, whole_product
+from samu_lm.model.stream import Stream
 from samu_lm.ops.backend import choose_backend
-from samu_lm.ops.gated_gelu import gated_gelu
+from samu_lm.ops.gated_gelu import gated_gelu, gelu_product
 
 BlockState = tuple[Tensor, Tensor]
 # Tokens whose gate and MLP activations are held at once while a block spares memory: 6 GiB at width 1536 in bfloat16.
@@ -62,16 +64,20 @@ class MLP(OnBackend, nn.Module):
             return gelu_tanh(self.gate(x)) * self.up(x)
         weight = torch.cat([self.gate.weight, self.up.weight])
         bias = torch.cat([self.gate.bias, self.up.bias])
-        return gated_gelu(F.linear(x, weight), bias, backend=self.backend)
+        return gated_gelu(product(x, weight), bias, backend=self.backend)
 
     def _merges(self, x: Tensor) -> bool:
         """Whether to lay the weights together: only for a backward pass does it save more than it costs."""
-        plain = type(self.gate) is nn.Linear and type(self.up) is nn.Linear  # no other kind of product
+        plain = is_plain(self.gate) and is_plain(self.up)
         return plain and torch.is_grad_enabled() and choose_backend("gated_gelu", self.backend, x) == "triton"
 
 
-class RecurrentBlock(nn.Module):
+class RecurrentBlock(OnBackend, nn.Module):
     """One residual block of the model.
+
+    On kernels, an addition to the stream and the norm behind it are one op
+    (:func:`samu_lm.ops.residual_norm.residual_norm`), and so are the recurrence's gate and its product
+    (:func:`samu_lm.ops.gated_gelu.gelu_product`); they add the biases of the products before them.
 
     Args:
         width: D, model width.
@@ -89,6 +95,8 @@ class RecurrentBlock(nn.Module):
         ValueError: a size does not suit the mixer.
     """
 
+    op = "residual_norm"
+
     def __init__(
         self,
         width: int,
@@ -102,6 +110,7 @@ class RecurrentBlock(nn.Module):
         num_heads: int = 8,
     ) -> None:
         super().__init__()
+        self.backend = check_backend(backend)
         self.norm = RMSNorm(width)
         self.mixer: SAMU | RGLRU | GatedDelta
         if mixer == "gated_delta":
@@ -121,12 +130,13 @@ class RecurrentBlock(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Stream,
         reset: Tensor | None = None,
         state: BlockState | None = None,
         return_state: bool = False,
         spare: str = "none",
-    ) -> Tensor | tuple[Tensor, BlockState]:
+        defer: bool = False,
+    ) -> Any:
         """Updates the residual stream.
 
         Args:
@@ -136,27 +146,48 @@ class RecurrentBlock(nn.Module):
             return_state: return ``(x, state)`` instead of x.
             spare: what the backward pass works out again, MLP and gate :data:`PIECE` tokens at a time: ``none``;
                 ``selective``, all but the recurrence; ``block``, the recurrence too (without states).
+            defer: leave the last addition to the next norm where that saves a pass; x is then a
+                :class:`samu_lm.model.stream.Stream`.
         """
+        if spare == "none":
+            stream, new_state = self._update(Stream.of(x), reset, state, return_state)
+            out = stream if defer and self._on_kernels(stream.x) else stream.added()
+            return out if new_state is None else (out, new_state)
+        x = Stream.of(x).added()
         if spare == "block":
             recurrent = checkpoint(self._recur, x, reset, use_reentrant=False)
             if isinstance(self.mixer, GatedDelta):
                 return in_pieces(self._add_mlp, x + recurrent)
             return in_pieces(self._combine_spared, x, recurrent)
-        spared = spare == "selective"
         if isinstance(self.mixer, GatedDelta):
             branch, new_state = self.mixer.mix(self.norm(x), reset, state, return_state)
-            x = x + branch
-            x = in_pieces(self._add_mlp, x) if spared else self._add_mlp(x)
+            x = in_pieces(self._add_mlp, x + branch)
             return x if new_state is None else (x, new_state)
         conv_state, mixer_state = (None, None) if state is None else state
-        n = None if spared else self.norm(x)
-        before = (x, n, reset, conv_state)
-        convolved, conv_state = (
-            checkpoint(self._convolve, *before, use_reentrant=False) if spared else self._convolve(*before)
-        )
+        convolved, conv_state = checkpoint(self._convolve, x, None, reset, conv_state, use_reentrant=False)
         recurrent, mixer_state = self.mixer.mix(convolved, reset, mixer_state, return_state)
-        x = in_pieces(self._combine_spared, x, recurrent) if spared else self._combine(x, n, recurrent)
+        x = in_pieces(self._combine_spared, x, recurrent)
         return x if mixer_state is None else (x, (conv_state, mixer_state))
+
+    def _update(
+        self, stream: Stream, reset: Tensor | None, state: BlockState | None, return_state: bool
+    ) -> tuple[Stream, BlockState | None]:
+        """The stream, its last addition not made, and the states where asked."""
+        x, n, again = stream.normed(self.norm, self.backend, uses=2)
+        if isinstance(self.mixer, GatedDelta):
+            branch, new_state = self.mixer.mix(n, reset, state, return_state)
+            x, hidden = self._add_and_hidden(Stream(x, branch))
+        else:
+            conv_state, mixer_state = (None, None) if state is None else state
+            convolved, conv_state = self._convolve(x, n, reset, conv_state)
+            recurrent, mixer_state = self.mixer.mix(convolved, reset, mixer_state, return_state)
+            new_state = None if mixer_state is None else (conv_state, mixer_state)
+            x, hidden = self._mix_and_hidden(x, again, recurrent)
+        if not self._on_kernels(x):
+            return Stream(x, self.mlp.down(hidden)), new_state
+        branch, bias = bare_product(self.mlp.down, hidden)
+        # The next block may put its own parameters in place of this one's first.
+        return Stream(x, branch, None if bias is None else bias.clone()), new_state
 
     def compile_parts(self, **options: Any) -> None:
         """Compiles what lies around the recurrence, for models whose checkpoints run outside of the compiler.
@@ -169,12 +200,15 @@ class RecurrentBlock(nn.Module):
         """
         plain = type(self.mlp.down) is nn.Linear
         if isinstance(self.mixer, GatedDelta):
-            names = ["_mlp_hidden" if plain else "_add_mlp"]
+            names = ["_add_and_hidden" if plain else "_add_mlp"]
         else:
-            names = ["_convolve", "_mix_and_hidden" if plain else "_combine"]
+            names = ["_convolve", "_mix_and_hidden" if plain else "_combine_spared"]
         for name in names:
             # A method, not a function that holds this block: a deep copy of the block gets its own.
             setattr(self, name, MethodType(torch.compile(getattr(type(self), name), **options), self))
+
+    def _on_kernels(self, x: Tensor) -> bool:
+        return choose_backend(self.op, self.backend, x) == "triton"
 
     def _recur(self, x: Tensor, reset: Tensor | None) -> Tensor:
         """The recurrence's output, from the residual stream."""
@@ -187,27 +221,34 @@ class RecurrentBlock(nn.Module):
         self, x: Tensor, n: Tensor | None, reset: Tensor | None, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The recurrence's input, and the convolution's state; n is norm(x) where that is kept."""
-        return self.conv(self.linear_x(self.norm(x) if n is None else n), reset, state)
+        return self.conv(whole_product(self.linear_x, self.norm(x) if n is None else n), reset, state)
 
     def _combine_spared(self, x: Tensor, recurrent: Tensor) -> Tensor:
-        return self._combine(x, None, recurrent)
-
-    def _combine(self, x: Tensor, n: Tensor | None, recurrent: Tensor) -> Tensor:
         """Adds the gated recurrence, then the MLP."""
-        x, hidden = self._mix_and_hidden(x, n, recurrent)
-        return x + self.mlp.down(hidden)
+        x, hidden = self._mix_and_hidden(x, None, recurrent)
+        return x + whole_product(self.mlp.down, hidden)
 
     def _mix_and_hidden(self, x: Tensor, n: Tensor | None, recurrent: Tensor) -> tuple[Tensor, Tensor]:
         """The stream with the gated recurrence added, and what the MLP's last product takes."""
-        gate = gelu_tanh(self.linear_y(self.norm(x) if n is None else n))
-        x = x + self.linear_out(recurrent * gate)
-        return x, self._mlp_hidden(x)
+        n = self.norm(x) if n is None else n
+        if not self._on_kernels(x):
+            branch = self.linear_out(recurrent * gelu_tanh(self.linear_y(n)))
+            return self._add_and_hidden(Stream(x, branch))
+        gate, bias = bare_product(self.linear_y, n)
+        if bias is None:
+            gated = recurrent * gelu_tanh(gate)
+        else:
+            gated = gelu_product(gate, recurrent, bias, backend=self.backend)
+        return self._add_and_hidden(Stream(x, *bare_product(self.linear_out, gated)))
+
+    def _add_and_hidden(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """The stream, and what the MLP's last product takes."""
+        x, n = stream.normed(self.mlp_norm, self.backend)
+        return x, self.mlp.hidden(n)
 
     def _add_mlp(self, x: Tensor) -> Tensor:
-        return x + self.mlp.down(self._mlp_hidden(x))
-
-    def _mlp_hidden(self, x: Tensor) -> Tensor:
-        return self.mlp.hidden(self.mlp_norm(x))
+        x, hidden = self._add_and_hidden(Stream(x))
+        return x + whole_product(self.mlp.down, hidden)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 

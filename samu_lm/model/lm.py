@@ -18,6 +18,7 @@ from samu_lm.model.block import PIECE, RecurrentBlock, in_pieces
 from samu_lm.model.layers import RMSNorm, autocast_dtype, check_backend
 from samu_lm.model.mixers import check_mixer
 from samu_lm.model.state import ModelState
+from samu_lm.model.stream import Stream
 
 VOCABULARY_MULTIPLE = 64
 CHECKPOINTING = ("none", "selective", "block")
@@ -126,12 +127,12 @@ class RecurrentLM(nn.Module):
         for index, block in enumerate(self.blocks):
             if state is not None or return_state:
                 before = None if state is None else (state.conv[index], state.recurrent[index])
-                x, after = block(x, reset, before, True)
+                x, after = block(x, reset, before, True, defer=True)
                 states.append(after)
             elif again == "block" and not many:
                 x = checkpoint(block, x, reset, use_reentrant=False)
             else:
-                x = block(x, reset, spare=again)
+                x = block(x, reset, spare=again, defer=True)
         x = in_pieces(self._normed, x) if many and again != "none" else self._normed(x)
         if not return_state:
             return x, None
@@ -183,8 +184,8 @@ class RecurrentLM(nn.Module):
         normed = torch.compile(type(self)._normed, **options)
         self._normed = MethodType(normed, self)  # type: ignore[method-assign]
 
-    def _normed(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.final_norm(x))
+    def _normed(self, x: Tensor | Stream) -> Tensor:
+        return Stream.of(x).normed(self.final_norm, self.backend)[1]
 
     # -- recurrent use -------------------------------------------------------------------------------------------
 

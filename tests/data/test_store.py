@@ -152,7 +152,7 @@ def test_jobs_that_start_together_share_one_whole_entry(corpus, tmp_path, lock):
     jobs = [context.Process(target=_job, args=(corpus, cache, start, results, lock)) for _ in range(6)]
     for job in jobs:
         job.start()
-    assert [results.get(timeout=60) for _ in jobs] == [expected] * 6
+    assert [results.get(timeout=300) for _ in jobs] == [expected] * 6
     for job in jobs:
         job.join()
         assert job.exitcode == 0

@@ -85,6 +85,7 @@ import torch
 from samu_lm.ops.common.launch import compile_only
 from samu_lm.ops.cross_entropy import kernel as loss
 from samu_lm.ops.gated_gelu import kernel as gelu
+from samu_lm.ops.residual_norm import kernel as norm
 
 def hollow(*size, dtype=torch.bfloat16):
     return torch.empty(size, dtype=dtype, device="meta")
@@ -97,8 +98,17 @@ with compile_only() as compiled:
         gate, bias = hollow(300, 1536, dtype=dtype), hollow(1536, dtype=torch.float32)
         gelu._product._init_fn(gate, gate, bias)
         gelu._product_backward._init_fn(gate, gate, gate, bias)
+        for width, branch in ((1536, torch.bfloat16), (70, torch.float16), (2560, dtype)):
+            stream, scale = hollow(300, width, dtype=dtype), hollow(width, dtype=torch.float32)
+            grad = hollow(300, width, dtype=branch)
+            for bias in (scale, None):
+                norm._norm._init_fn(stream, grad, bias, scale, 1e-6)
+                for given, grads in ((stream, [grad]), (None, [grad]), (stream, [grad, grad])):
+                    norm._norm_backward._init_fn(given, grads, stream, scale, 1e-6, bias is not None)
         for differentiate in (True, False):
-            loss._losses._init_fn(hollow(300, 32000, dtype=dtype), hollow(300, dtype=torch.int64), differentiate)
+            for vocabulary in (32000, 50280):
+                labels = hollow(300, dtype=torch.int64)
+                loss._losses._init_fn(hollow(300, vocabulary, dtype=dtype), labels, differentiate)
 print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))
 """
 
@@ -132,7 +142,7 @@ CASES: dict[str, tuple[dict[str, object], str]] = {
     ),
 }
 CONVOLUTIONS = "conv conv_gradients conv_parameters"
-GELU, LOSS = "gelu gelu_gradients bias", "cross_entropy"
+GELU, NORM, LOSS = "gelu gelu_gradients", "residual_norm residual_norm_gradients", "cross_entropy"
 # The test_kernel_ahead_of_time.py of their own folders compile these.
 RGLRU = "forward summary gradient projection reduce"
 GATED_DELTA = "prepare scan output local adjoint gradients"
@@ -156,7 +166,7 @@ def test_convolution_compiles() -> None:
 @pytest.mark.slow
 def test_activation_and_loss_compile() -> None:
     shared = compile_apart(ELEMENTWISE)
-    assert set(shared) == {f"{name}_kernel" for name in (*GELU.split(), *LOSS.split())}
+    assert set(shared) == {f"{name}_kernel" for name in (*GELU.split(), *NORM.split(), LOSS, "column_sums")}
 
 
 def test_no_kernel_is_left_out() -> None:
@@ -166,6 +176,7 @@ def test_no_kernel_is_left_out() -> None:
         "rglru": RGLRU,
         "gated_delta": GATED_DELTA,
         "gated_gelu": GELU,
+        "residual_norm": NORM,
         "cross_entropy": LOSS,
         "decode": DECODE,
     }

@@ -71,5 +71,5 @@ def test_every_op_says_where_it_runs(
         announce(model, torch.device("cpu"))
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(" runs on backend=reference")[0] for line in lines] == sorted(
-        ["causal_conv1d", "cross_entropy", "gated_gelu", op]
+        ["causal_conv1d", "cross_entropy", "gated_gelu", "residual_norm", op]
     )

@@ -16,3 +16,11 @@ def column_sums(source, programs, row_stride, columns, mask, ROWS: tl.constexpr,
         at = source + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
         total += tl.load(at, mask=(rows < programs)[:, None] & mask[None, :], other=0.0)
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def column_sums_kernel(source, sums, programs, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of all columns of a float32 matrix ``[programs, row_stride]``."""
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < row_stride
+    tl.store(sums + columns, column_sums(source, programs, row_stride, columns, inside, ROWS, BLOCK), mask=inside)

@@ -12,8 +12,10 @@ from samu_lm.ops.common.launch import launch, next_power_of_two
 from samu_lm.ops.cross_entropy.kernel_loss import cross_entropy_kernel
 from samu_lm.ops.cross_entropy.reference import IGNORED
 
-# Logits of a token that are worked on together.
-_BLOCK = 8192
+# Most logits of a token that a program keeps in registers from one read, and how many it reads at a time of more.
+_WHOLE, _BLOCK = 32_768, 8192
+# Logits of a thread.
+_SHARE = 64
 
 
 @torch.library.custom_op("samu_lm::cross_entropy_triton", mutates_args=("logits",))
@@ -21,6 +23,8 @@ def _losses(logits: Tensor, labels: Tensor, differentiate: bool) -> Tensor:
     """Loss per token, float32 ``[N]``; with ``differentiate`` the logits become their gradient."""
     count, vocabulary = logits.shape
     losses = torch.empty(count, dtype=torch.float32, device=logits.device)
+    whole = vocabulary <= _WHOLE
+    block = next_power_of_two(vocabulary) if whole else _BLOCK
     launch(
         cross_entropy_kernel,
         count,
@@ -30,8 +34,9 @@ def _losses(logits: Tensor, labels: Tensor, differentiate: bool) -> Tensor:
         vocabulary,
         IGNORED=IGNORED,
         GRADIENT=differentiate,
-        BLOCK=min(_BLOCK, next_power_of_two(vocabulary)),
-        num_warps=8,
+        WHOLE=whole,
+        BLOCK=block,
+        num_warps=max(1, block // (32 * _SHARE)) if whole else 8,
     )
     return losses
 

@@ -1,4 +1,4 @@
-"""Device code of the cross entropy: a token's logits are read twice, the second time mostly from the cache."""
+"""Device code of the cross entropy: a token's logits are read once where they fit the registers, else twice."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,18 @@ import triton.language as tl
 
 
 @triton.jit
+def _store_slope(row, columns, probability, label, counts, V):
+    """Writes the gradient of some logits, from their probabilities."""
+    slope = probability - tl.where(columns == label, 1.0, 0.0)
+    slope = tl.where(counts, slope, 0.0)
+    tl.store(row + columns, slope.to(row.dtype.element_ty), mask=columns < V)
+
+
+@triton.jit
 def cross_entropy_kernel(
-    logits, labels, losses, V, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+    logits, labels, losses, V, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The loss of one token, and its logits' gradient in their place.
+    """The loss of one token, and its logits' gradient in their place; WHOLE promises that V is at most BLOCK.
 
     Args:
         logits: ``[N, V]``, overwritten where ``GRADIENT``.
@@ -25,21 +33,29 @@ def cross_entropy_kernel(
     inside = (label >= 0) & (label < V)
     # Before the loop, whose sums over all threads keep any of them from overwriting it first.
     target = tl.load(row + tl.where(inside, label, 0)).to(tl.float32)
-    top, total = float("-inf"), 0.0
-    for start in range(0, V, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
+    if WHOLE:
+        columns = tl.arange(0, BLOCK)
         x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(top, tl.max(x, axis=0))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
-        top = higher
+        top = tl.max(x, axis=0)
+        power = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
+        total = tl.sum(power, axis=0)
+    else:
+        top, total = float("-inf"), 0.0
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(top, tl.max(x, axis=0))
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
+            top = higher
     loss = tl.where(inside, (top - target) + tl.log(total), float("nan"))
     tl.store(losses + token, tl.where(counts, loss, 0.0))
     if GRADIENT:
         share = 1 / total
-        for start in range(0, V, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
-            slope = tl.exp(x - top) * share - tl.where(columns == label, 1.0, 0.0)
-            slope = tl.where(counts, slope, 0.0)
-            tl.store(row + columns, slope.to(logits.dtype.element_ty), mask=columns < V)
+        if WHOLE:
+            _store_slope(row, columns, power * share, label, counts, V)
+        else:
+            for start in range(0, V, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+                _store_slope(row, columns, tl.exp(x - top) * share, label, counts, V)

@@ -69,7 +69,7 @@ def gelu_product(gate: Tensor, up: Tensor, bias: Tensor, *, backend: str = "auto
         raise TypeError(f"up.dtype={up.dtype}: must be the dtype of gate, {gate.dtype}; convert one of them")
     check_shape(bias, (gate.shape[-1],), "bias", like=gate)
     backend = "reference" if gate.dtype == torch.float64 else backend  # the kernels work in float32
-    if choose_backend("gelu_product", backend, gate) == "triton":
+    if choose_backend("gated_gelu", backend, gate) == "triton":
         from samu_lm.ops.gated_gelu.kernel import gelu_product as run
     else:
         from samu_lm.ops.gated_gelu.reference import gelu_product as run

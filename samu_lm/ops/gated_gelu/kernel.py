@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
-from samu_lm.ops.gated_gelu.kernel_gelu import bias_kernel, gelu_gradients_kernel, gelu_kernel
+from samu_lm.ops.common.sums import sum_programs
+from samu_lm.ops.gated_gelu.kernel_gelu import gelu_gradients_kernel, gelu_kernel
 
 # Tokens of a program.
 _TOKENS = 128
@@ -42,24 +43,10 @@ def _run_backward(
 ) -> Tensor:
     """Writes the gradients of gate and up, joined as they are; returns the bias's, in float32."""
     programs, sizes = _sizes(grad_y, joined, _BACKWARD)
-    width = bias.shape[0]
-    partials = torch.empty(programs, width, dtype=torch.float32, device=gate.device)
-    grad_bias = torch.empty(width, dtype=torch.float32, device=gate.device)
+    partials = torch.empty(programs, bias.shape[0], dtype=torch.float32, device=gate.device)
     given = (grad_y.contiguous(), gate, up, bias, grad_gate, grad_up, partials, grad_y.shape[0])
     launch(gelu_gradients_kernel, programs * sizes["BLOCKS"], *given, **sizes)
-    columns = 16
-    launch(
-        bias_kernel,
-        cdiv(width, columns),
-        partials,
-        grad_bias,
-        programs,
-        WIDTH=width,
-        ROWS=min(256, max(16, next_power_of_two(programs))),
-        BLOCK=columns,
-        num_warps=4,
-    )
-    return grad_bias
+    return sum_programs(partials)
 
 
 @torch.library.custom_op("samu_lm::gated_gelu_triton", mutates_args=())

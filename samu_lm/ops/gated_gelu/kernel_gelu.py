@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 
 from samu_lm.ops.common.elementary import gelu_share
-from samu_lm.ops.common.reduce import column_sums
 
 # Device code is Triton's language, not Python's: values have no Python types.
 # mypy: ignore-errors
@@ -91,12 +90,3 @@ def gelu_gradients_kernel(
     tl.store(out, tl.sum(of_gate, axis=0), mask=inside)
     if JOINED:
         tl.store(out + F, tl.sum(of_up, axis=0), mask=inside)
-
-
-@triton.jit
-def bias_kernel(partials, grad_bias, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums the programs' parts of the bias's gradient, always in one order."""
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    sums = column_sums(partials, programs, WIDTH, columns, inside, ROWS, BLOCK)
-    tl.store(grad_bias + columns, sums, mask=inside)

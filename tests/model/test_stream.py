@@ -1,0 +1,107 @@
+"""A model whose additions and norms are one op: what plain PyTorch gives, with fewer passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from samu_lm.model import RecurrentLM
+from samu_lm.model.layers import RMSNorm
+from samu_lm.model.stream import Stream
+from samu_lm.ops.backend import interpreting
+from samu_lm.ops.common.launch import count_launches
+from tests.ops.support import random_reset, relative_error
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="CUDA kernels read no CPU tensors")
+
+MIXERS = ("samu", "rglru", "gated_delta")
+by_mixer = pytest.mark.parametrize("mixer", MIXERS)
+DEPTH = 2
+
+
+def build(mixer: str, backend: str, **settings: Any) -> RecurrentLM:
+    torch.manual_seed(0)
+    model = RecurrentLM(50, 8, 16, DEPTH, mixer, num_blocks=2, num_heads=2, backend=backend, **settings)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "scale")):
+            nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def results(model: RecurrentLM, ids: torch.Tensor, reset: torch.Tensor) -> list[torch.Tensor]:
+    logits = model(ids, reset)
+    return [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
+
+
+@by_mixer
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
+def test_kernels_give_what_the_reference_gives(mixer: str, checkpointing: str) -> None:
+    ids, reset = torch.randint(0, 50, (2, 20)), random_reset(2, 20)
+    truth = results(build(mixer, "reference").double(), ids, reset)
+    model = build(mixer, "triton", activation_checkpointing=checkpointing)
+    for value, true in zip(results(model, ids, reset), truth, strict=True):
+        assert relative_error(value, true) < 1e-4
+
+
+@by_mixer
+def test_every_addition_waits_for_the_norm_behind_it(mixer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first norm, with nothing to add before it, is the module's."""
+    norms: list[nn.Module] = []
+    forward = RMSNorm.forward
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, x: norms.append(self) or forward(self, x))
+    model = build(mixer, "triton")
+    with count_launches() as names:
+        model(torch.randint(0, 50, (1, 8)))
+    assert Counter(names)["residual_norm_kernel"] == 2 * DEPTH
+    assert Counter(names)["gelu_kernel"] == DEPTH * (1 if mixer == "gated_delta" else 2)
+    ours = [norm for block in model.blocks for norm in (block.norm, block.mlp_norm)]
+    assert [norm for norm in norms if norm in ours or norm is model.final_norm] == ours[:1]
+
+
+@by_mixer
+def test_states_and_the_whole_agree(mixer: str) -> None:
+    model, ids = build(mixer, "triton").eval(), torch.randint(0, 50, (2, 9))
+    with torch.no_grad():
+        whole = model(ids)
+        before, state = model(ids[:, :5], return_state=True)
+        after, state = model(ids[:, 5:8], state=state, return_state=True)
+        last, _ = model.step(ids[:, 8], state)
+    torch.testing.assert_close(torch.cat([before, after, last[:, None]], 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_block_alone_gives_a_tensor() -> None:
+    x = torch.randn(1, 6, 8)
+    kernels, plain = build("samu", "triton").blocks[0], build("samu", "reference").blocks[0]
+    out = kernels(x)
+    assert isinstance(out, torch.Tensor)
+    torch.testing.assert_close(out, plain(x), atol=1e-5, rtol=1e-4)
+    waiting = kernels(x, defer=True)
+    assert isinstance(waiting, Stream)
+    torch.testing.assert_close(waiting.added(), out)
+    # The bias is a copy: where parameters are gathered for one block's use, they are gone before the next norm.
+    assert waiting.bias is not None
+    assert waiting.bias.data_ptr() != kernels.mlp.down.bias.data_ptr()
+
+
+def test_a_listener_hears_every_product() -> None:
+    block, heard = build("samu", "triton").blocks[0], []
+    for name, module in block.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda *_, name=name: heard.append(name))
+    block(torch.randn(1, 6, 8))
+    assert sorted(heard) == ["linear_out", "linear_x", "linear_y", "mlp.down", "mlp.gate", "mlp.up"]
+
+
+@pytest.mark.parametrize("mixer", ["samu", "rglru"])
+def test_one_graph(mixer: str) -> None:
+    model, ids, reset = build(mixer, "triton"), torch.randint(0, 50, (1, 8)), random_reset(1, 8)
+    eager = results(model, ids, reset)
+    compiled = torch.compile(lambda ids, reset: model(ids, reset), backend="aot_eager", fullgraph=True)
+    logits = compiled(ids, reset)
+    found = [logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))]
+    for value, true in zip(found, eager, strict=True):
+        torch.testing.assert_close(value, true, atol=1e-5, rtol=1e-4)
