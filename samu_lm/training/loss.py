@@ -20,6 +20,8 @@ from samu_lm.ops.cross_entropy import IGNORED, cross_entropy
 CHUNK_BYTES = 2**30
 # ... but in no more chunks than this.
 MOST_CHUNKS = 32
+# The logits of a chunk are padded to a multiple: products and memory accesses of other sizes are slow.
+PADDED_TO = 64
 
 
 class LanguageModel(Protocol):
@@ -72,20 +74,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int, differentiate: bool, backend: str
     ) -> Tensor:
+        vocabulary = len(weight)
+        if vocabulary % PADDED_TO:
+            weight = F.pad(weight, (0, 0, 0, -vocabulary % PADDED_TO))
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if differentiate else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
         for start in range(0, len(hidden), tokens):
             chunk = hidden[start : start + tokens]
             nats, slope = cross_entropy(
-                chunk @ weight.T, labels[start : start + tokens], differentiate=differentiate, backend=backend
-            )
+                chunk @ weight.T, labels[start : start + tokens], vocabulary=vocabulary, differentiate=differentiate,
+                backend=backend,
+            )  # fmt: skip
             total = total + nats
             if grad_hidden is not None and grad_weight is not None and slope is not None:
                 grad_hidden[start : start + tokens] = slope @ weight
                 grad_weight += slope.T @ chunk
-        if differentiate:
-            ctx.save_for_backward(grad_hidden, grad_weight)
+        if grad_weight is not None:
+            ctx.save_for_backward(grad_hidden, grad_weight[:vocabulary])
             ctx.weight_dtype = weight.dtype
         return total
 

@@ -80,6 +80,12 @@ def test_cross_entropy(vocabulary: int, dtype: torch.dtype) -> None:
     assert relative_error(total, truth.detach()) < 1e-5
     assert slope is not None
     assert relative_error(slope, torch.autograd.grad(truth, wide)[0]) < bound(dtype)
+    padded = torch.nn.functional.pad(logits, (0, -vocabulary % 64), value=float("nan"))
+    other, again = cross_entropy(padded, labels, vocabulary=vocabulary, differentiate=True, backend="triton")
+    assert again is not None
+    assert relative_error(other, truth.detach()) < 1e-5
+    assert relative_error(again[:, :vocabulary], slope) < bound(dtype)
+    assert not again[:, vocabulary:].any()
 
 
 @pytest.mark.parametrize("biased", [True, False])

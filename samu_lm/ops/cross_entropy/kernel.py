@@ -1,6 +1,6 @@
 """Cross entropy and its gradient on the GPU: a custom op over one Triton kernel.
 
-Shapes: logits ``[N, V]``; labels int64 ``[N]``.
+Shapes: logits ``[N, S]``, the first V of S counting; labels int64 ``[N]``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _SHARE = 64
 
 
 @torch.library.custom_op("samu_lm::cross_entropy_triton", mutates_args=("logits",))
-def _losses(logits: Tensor, labels: Tensor, differentiate: bool) -> Tensor:
+def _losses(logits: Tensor, labels: Tensor, vocabulary: int, differentiate: bool) -> Tensor:
     """Loss per token, float32 ``[N]``; with ``differentiate`` the logits become their gradient."""
-    count, vocabulary = logits.shape
+    count, stride = logits.shape
     losses = torch.empty(count, dtype=torch.float32, device=logits.device)
-    whole = vocabulary <= _WHOLE
-    block = next_power_of_two(vocabulary) if whole else _BLOCK
+    whole = stride <= _WHOLE
+    block = next_power_of_two(stride) if whole else _BLOCK
     launch(
         cross_entropy_kernel,
         count,
@@ -32,6 +32,7 @@ def _losses(logits: Tensor, labels: Tensor, differentiate: bool) -> Tensor:
         labels,
         losses,
         vocabulary,
+        stride,
         IGNORED=IGNORED,
         GRADIENT=differentiate,
         WHOLE=whole,
@@ -42,12 +43,12 @@ def _losses(logits: Tensor, labels: Tensor, differentiate: bool) -> Tensor:
 
 
 @_losses.register_fake
-def _(logits, labels, differentiate):
+def _(logits, labels, vocabulary, differentiate):
     return logits.new_empty(logits.shape[0], dtype=torch.float32)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None]:
+def cross_entropy(logits: Tensor, labels: Tensor, vocabulary: int, differentiate: bool) -> tuple[Tensor, Tensor | None]:
     """See :func:`samu_lm.ops.cross_entropy.cross_entropy`."""
     logits = logits.contiguous()
-    losses = _losses(logits, labels.contiguous(), differentiate)
+    losses = _losses(logits, labels.contiguous(), vocabulary, differentiate)
     return losses.sum(), logits if differentiate else None

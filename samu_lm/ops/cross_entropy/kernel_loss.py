@@ -8,26 +8,34 @@ import triton.language as tl
 
 
 @triton.jit
-def _store_slope(row, columns, probability, label, counts, V):
+def _load_logits(row, columns, V, stride):
+    """Some logits of a token; those from V on are none. Masked by the stride alone, whose alignment is known."""
+    x = tl.load(row + columns, mask=columns < stride, other=float("-inf")).to(tl.float32)
+    return tl.where(columns < V, x, float("-inf"))
+
+
+@triton.jit
+def _store_slope(row, columns, probability, label, counts, stride):
     """Writes the gradient of some logits, from their probabilities."""
     slope = probability - tl.where(columns == label, 1.0, 0.0)
     slope = tl.where(counts, slope, 0.0)
-    tl.store(row + columns, slope.to(row.dtype.element_ty), mask=columns < V)
+    tl.store(row + columns, slope.to(row.dtype.element_ty), mask=columns < stride)
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits, labels, losses, V, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr
+    logits, labels, losses, V, stride, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The loss of one token, and its logits' gradient in their place; WHOLE promises that V is at most BLOCK.
+    """The loss of one token, and its logits' gradient in their place; WHOLE: the stride is at most BLOCK.
 
     Args:
-        logits: ``[N, V]``, overwritten where ``GRADIENT``.
+        logits: ``[N, stride]``, V of a token's first ones counting; overwritten where ``GRADIENT``.
         labels: int64 ``[N]``; ``IGNORED`` counts nothing, anything else out of range makes the loss NaN.
         losses: float32 ``[N]``.
     """
     token = tl.program_id(0)
-    row = logits + token.to(tl.int64) * V
+    row = logits + token.to(tl.int64) * stride
     label = tl.load(labels + token)
     counts = label != IGNORED
     inside = (label >= 0) & (label < V)
@@ -35,15 +43,15 @@ def cross_entropy_kernel(
     target = tl.load(row + tl.where(inside, label, 0)).to(tl.float32)
     if WHOLE:
         columns = tl.arange(0, BLOCK)
-        x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+        x = _load_logits(row, columns, V, stride)
         top = tl.max(x, axis=0)
         power = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
         total = tl.sum(power, axis=0)
     else:
         top, total = float("-inf"), 0.0
-        for start in range(0, V, BLOCK):
+        for start in range(0, stride, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+            x = _load_logits(row, columns, V, stride)
             higher = tl.maximum(top, tl.max(x, axis=0))
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), axis=0)
@@ -53,9 +61,9 @@ def cross_entropy_kernel(
     if GRADIENT:
         share = 1 / total
         if WHOLE:
-            _store_slope(row, columns, power * share, label, counts, V)
+            _store_slope(row, columns, power * share, label, counts, stride)
         else:
-            for start in range(0, V, BLOCK):
+            for start in range(0, stride, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
-                x = tl.load(row + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
-                _store_slope(row, columns, tl.exp(x - top) * share, label, counts, V)
+                x = _load_logits(row, columns, V, stride)
+                _store_slope(row, columns, tl.exp(x - top) * share, label, counts, stride)

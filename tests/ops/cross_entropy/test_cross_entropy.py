@@ -40,6 +40,25 @@ def test_against_float64(count: int, vocabulary: int, backend: str) -> None:
     assert float((slope.double() - expected[1]).abs().max()) < 2e-6
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("rest", [1, 14, 33_000])
+def test_what_lies_behind_the_vocabulary_counts_nothing(rest: int, backend: str) -> None:
+    logits, labels = draw(5, 50)
+    expected = cross_entropy(logits.clone(), labels, differentiate=True, backend=backend)
+    padded = torch.cat([logits, torch.full((5, rest), float("nan"))], 1)
+    total, slope = cross_entropy(padded, labels, vocabulary=50, differentiate=True, backend=backend)
+    assert slope is not None
+    torch.testing.assert_close(total, expected[0])
+    torch.testing.assert_close(slope[:, :50], expected[1])
+    assert not slope[:, 50:].any()
+    labels[1] = 50  # a label in the padding is out of range, too
+    if backend == "triton":
+        assert cross_entropy(padded, labels, vocabulary=50, differentiate=True, backend=backend)[0].isnan()
+    for vocabulary in (0, 51 + rest):
+        with pytest.raises(ValueError, match=f"vocabulary={vocabulary}: must be between 1 and the {50 + rest}"):
+            cross_entropy(padded, labels, vocabulary=vocabulary, differentiate=True, backend=backend)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
     logits, labels = draw(6, 300, dtype)
@@ -96,4 +115,4 @@ def test_no_tokens() -> None:
 def test_registration() -> None:
     logits, labels = draw(4, 50)
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernel._losses, (logits, labels, True), test_utils=tests)
+    torch.library.opcheck(kernel._losses, (logits, labels, logits.shape[1], True), test_utils=tests)
