@@ -12,10 +12,8 @@ from samu_lm.ops.common.launch import launch, next_power_of_two
 from samu_lm.ops.cross_entropy.kernel_loss import cross_entropy_kernel
 from samu_lm.ops.cross_entropy.reference import IGNORED
 
-# Most logits of a token that a program keeps in registers from one read, and how many it reads at a time of more.
-_WHOLE, _BLOCK = 32_768, 8192
-# Logits of a thread.
-_SHARE = 64
+# Logits of a token that are worked on together.
+_BLOCK = 8192
 
 
 @torch.library.custom_op("samu_lm::cross_entropy_triton", mutates_args=("logits",))
@@ -23,8 +21,6 @@ def _losses(logits: Tensor, labels: Tensor, vocabulary: int, differentiate: bool
     """Loss per token, float32 ``[N]``; with ``differentiate`` the logits become their gradient."""
     count, stride = logits.shape
     losses = torch.empty(count, dtype=torch.float32, device=logits.device)
-    whole = stride <= _WHOLE
-    block = next_power_of_two(stride) if whole else _BLOCK
     launch(
         cross_entropy_kernel,
         count,
@@ -35,9 +31,9 @@ def _losses(logits: Tensor, labels: Tensor, vocabulary: int, differentiate: bool
         stride,
         IGNORED=IGNORED,
         GRADIENT=differentiate,
-        WHOLE=whole,
-        BLOCK=block,
-        num_warps=max(1, block // (32 * _SHARE)) if whole else 8,
+        PADDED=vocabulary < stride,
+        BLOCK=min(_BLOCK, next_power_of_two(stride)),
+        num_warps=8,
     )
     return losses
 

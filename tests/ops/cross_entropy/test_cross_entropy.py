@@ -29,7 +29,7 @@ def truth(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(("count", "vocabulary"), [(1, 1), (5, 3), (7, 100), (2, 8192), (3, 32768), (2, 32769)])
+@pytest.mark.parametrize(("count", "vocabulary"), [(1, 1), (5, 3), (7, 100), (2, 8192), (3, 8193), (2, 20000)])
 def test_against_float64(count: int, vocabulary: int, backend: str) -> None:
     logits, labels = draw(count, vocabulary)
     labels[-1] = vocabulary - 1
@@ -41,7 +41,7 @@ def test_against_float64(count: int, vocabulary: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("rest", [1, 14, 33_000])
+@pytest.mark.parametrize("rest", [1, 14, 9000])
 def test_what_lies_behind_the_vocabulary_counts_nothing(rest: int, backend: str) -> None:
     logits, labels = draw(5, 50)
     expected = cross_entropy(logits.clone(), labels, differentiate=True, backend=backend)
