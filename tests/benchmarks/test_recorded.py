@@ -16,7 +16,8 @@ from samu_lm.ops.decode import default_plan
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "benchmarks" / "results"
 RESULTS = RECORDS / "kernels"
-STEPS = ("step_samu", "rows_samu", "step_rglru", "step_rglru_again", "rows_rglru")
+STEPS = ("step_samu", "step_rglru")
+STEPS_BEFORE = ("rows_samu", "step_rglru_before", "step_rglru_before_again")
 LONG = ("million_samu", "million_rglru", "row_262144")
 RUNS = ("samu", "rglru", "samu_fp8", "samu_resumed")
 PERFORMANCE = (ROOT / "docs" / "performance.md").read_text()
@@ -155,6 +156,24 @@ def test_steps(name: str) -> None:
             assert line in (ROOT / "README.md").read_text()
 
 
+@pytest.mark.parametrize("name", STEPS_BEFORE)
+def test_steps_of_earlier_kernels(name: str) -> None:
+    record = read("step", f"{name}.json")
+    assert (RECORDS / "step" / f"{name}.md").read_text() == step.table(record)
+    speed = [line for line in table_rows(step.table(record)) if "(" not in line]
+    assert speed
+    assert all(line in PERFORMANCE for line in speed)
+
+
+def test_a_step_gains_a_percent_side_by_side() -> None:
+    record = read("step", "side_by_side.json")
+    for times in record["steps"].values():
+        assert times["after"]["median_ms"] < 0.991 * times["before"]["median_ms"]
+        assert f"{times['before']['median_ms']:.1f} to {times['after']['median_ms']:.1f}" in PERFORMANCE
+    parts = record["products"]["last_weight_gradient_tflops"]
+    assert f"{parts['whole']} to {parts['2 parts']} TFLOP/s" in PERFORMANCE
+
+
 @pytest.mark.parametrize("name", LONG)
 def test_long_rows(name: str) -> None:
     """One row on one GPU: 40% of the peak at a million tokens, and the record's lines in the document."""
@@ -181,6 +200,13 @@ def test_blocks() -> None:
     assert (RECORDS / "block" / "block.md").read_text() == block.table(record)
     for line in table_rows(block.table(record)):
         assert line in PERFORMANCE
+    again = read("block", "block_again.json")
+    assert (RECORDS / "block" / "block_again.md").read_text() == block.table(again)
+    for line in table_rows(block.table(again)):
+        assert line in PERFORMANCE
+    (_, medium) = again["cases"]
+    for found in medium["rows"]:
+        assert found["optimizer_step"]["median_ms"] <= 7.5
     (short, _, long) = record["cases"]
     for found in short["rows"]:
         assert found["optimizer_step"]["median_ms"] <= 5
@@ -227,6 +253,16 @@ def test_runs(name: str, runs: dict[str, Run]) -> None:
     cells = [f"{speed:,.0f}", f"{share:.1%}", f"{memory:.1f}", f"{train:.3f}", f"{half:.3f}", f"{last:.3f}"]
     assert f"| `{name}` | " + " | ".join(cells) + " |" in PERFORMANCE
     assert {"command", "packages", "python"} <= run.environment.keys()
+
+
+@pytest.mark.parametrize("name", ["samu", "rglru"])
+def test_loss_by_position(name: str, runs: dict[str, Run]) -> None:
+    """Both models were evaluated on the whole held-out split, at the loss that their training ended with."""
+    found = read("400m", name, "evaluation.json")
+    assert found["nats_per_token"] == pytest.approx(runs[name].series["val/loss"][-1][1], rel=1e-3)
+    assert sum(span["targets"] for span in found["by_position"]) == found["targets"] == 107_495
+    (span,) = [span for span in found["by_position"] if span["first"] == 129]
+    assert f"{span['nats_per_token']:.2f} nats" in PERFORMANCE
 
 
 def test_no_loss_spike(runs: dict[str, Run]) -> None:

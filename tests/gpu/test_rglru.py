@@ -106,6 +106,7 @@ def test_documents_do_not_recompile() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.usefixtures("large_memory")
 @pytest.mark.parametrize("length", [2**20 - 33, 2**20 + 33])
 def test_past_2_to_the_31_elements(length: int) -> None:
     """B * L * W just below and above 2^31: the last row's end equals the same tokens run alone."""
@@ -128,6 +129,7 @@ def test_past_2_to_the_31_elements(length: int) -> None:
     assert relative_error(grad, grad_alone) < 5e-3
 
 
+@pytest.mark.usefixtures("large_memory")
 def test_more_than_65535_pieces() -> None:
     """Rows times tiles beyond what a grid's second axis could hold."""
     inputs = draw((70_000, 3, 64), torch.bfloat16, "cuda", blocks=1)

@@ -45,6 +45,7 @@ def test_long_rows(length: int, width: int, dtype: torch.dtype) -> None:
         assert relative_error(value, expected[name]) < bound, name
 
 
+@pytest.mark.usefixtures("large_memory")
 def test_more_than_two_to_the_31_elements() -> None:
     """The last document of a row of 2.2e9 elements has the bits that it has alone."""
     if torch.cuda.get_device_properties(0).total_memory < 60 * 2**30:
@@ -65,6 +66,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert relative_error(whole[3], alone[3]) < 1e-4
 
 
+@pytest.mark.usefixtures("large_memory")
 def test_more_than_65535_chunks() -> None:
     """Chunks of 16 tokens, 65,700 of them: the last document has the bits that it has alone, as its chunks do."""
     length, tail = 16 * 65_700, 4096
