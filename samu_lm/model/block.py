@@ -69,7 +69,10 @@ class MLP(OnBackend, nn.Module):
     def _merges(self, x: Tensor) -> bool:
         """Whether to lay the weights together: only for a backward pass does it save more than it costs."""
         plain = is_plain(self.gate) and is_plain(self.up)
-        return plain and torch.is_grad_enabled() and choose_backend("gated_gelu", self.backend, x) == "triton"
+        biased = self.gate.bias is not None and self.up.bias is not None
+        return (
+            plain and biased and torch.is_grad_enabled() and choose_backend("gated_gelu", self.backend, x) == "triton"
+        )
 
 
 class RecurrentBlock(OnBackend, nn.Module):

@@ -133,7 +133,7 @@ class RecurrentLM(nn.Module):
                 x = checkpoint(block, x, reset, use_reentrant=False)
             else:
                 x = block(x, reset, spare=again, defer=True)
-        x = in_pieces(self._normed, x) if many and again != "none" else self._normed(x)
+        x = in_pieces(self._normed, Stream.of(x).added()) if many and again != "none" else self._normed(x)
         if not return_state:
             return x, None
         seen = self._tokens_seen(input_ids, reset, state)

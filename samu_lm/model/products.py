@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from samu_lm.model.layers import autocast_dtype
+from samu_lm.model.layers import autocast_dtype, is_own
 
 # A weight's gradient is one tile of outputs a processor, over all tokens: where the last round of tiles leaves most
 # processors idle, it pays to sum over the tokens in parts. Tiles of cuBLAS and processors of an H100 or H200.
@@ -26,7 +26,7 @@ _WORTHWHILE = 1.1
 
 def is_plain(linear: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a linear map may be worked out here: no other kind of product, and nobody listens to the module."""
-    return type(linear) is nn.Linear and not (linear._forward_hooks or linear._forward_pre_hooks)
+    return is_own(linear, nn.Linear)
 
 
 def bare_product(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -73,7 +73,8 @@ def gradient_parts(tokens: int, outputs: int, inputs: int) -> int:
 
     best, share = 1, _WORTHWHILE * busy(1)
     for parts in range(2, _MOST_PARTS + 1):
-        if tokens % parts == 0 and tokens // parts >= _FEWEST_TOKENS and busy(parts) > share:
+        # The weight's shape first: under torch.compile, each question about tokens makes a guard on their number.
+        if busy(parts) > share and tokens % parts == 0 and tokens // parts >= _FEWEST_TOKENS:
             best, share = parts, _WORTHWHILE * busy(parts)
     return best
 

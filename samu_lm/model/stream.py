@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from samu_lm.model.layers import RMSNorm
+from samu_lm.model.layers import RMSNorm, is_own
 from samu_lm.ops.backend import choose_backend
 from samu_lm.ops.residual_norm import residual_norm
 
@@ -34,7 +34,11 @@ class Stream(NamedTuple):
 
     def normed(self, norm: RMSNorm, backend: str, uses: int = 1) -> tuple[Tensor, ...]:
         """The stream and its norm, ``[B, L, D]`` each; the norm once for each of 1 or 2 uses."""
-        if self.branch is None or choose_backend("residual_norm", backend, self.x) != "triton":
+        if (
+            self.branch is None
+            or not is_own(norm, RMSNorm)
+            or choose_backend("residual_norm", backend, self.x) != "triton"
+        ):
             x = self.added()
             return (x, *[norm(x)] * uses)
         return residual_norm(self.x, self.branch, self.bias, norm.scale, eps=norm.eps, uses=uses, backend=backend)
@@ -43,5 +47,5 @@ class Stream(NamedTuple):
         """The stream alone."""
         if self.branch is None:
             return self.x
-        branch = self.branch if self.bias is None else self.branch + self.bias
+        branch = self.branch if self.bias is None else self.branch + self.bias.to(self.branch.dtype)
         return self.x + branch

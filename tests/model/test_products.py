@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from samu_lm.model.products import bare_product, gradient_parts, product, whole_product
+from samu_lm.model.products import bare_product, gradient_parts, is_plain, product, whole_product
 
 D, W, HIDDEN = 1536, 2048, 4608
 
@@ -49,6 +49,22 @@ def test_parts_by_shape() -> None:
     assert gradient_parts(0, D, HIDDEN) == 1
 
 
+def test_other_numbers_of_tokens_do_not_recompile() -> None:
+    graphs: list[object] = []
+
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return x * gradient_parts(x.shape[0], W, D)
+
+    def count(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(scale, backend=count, dynamic=True)
+    for tokens in (4, 5, 6, 7, 8, 9, 4096, 6144):
+        compiled(torch.ones(tokens))
+    assert len(graphs) == 1
+
+
 def test_a_bias_is_left_only_by_a_plain_map() -> None:
     class Doubled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,3 +79,13 @@ def test_a_bias_is_left_only_by_a_plain_map() -> None:
     torch.testing.assert_close(y, other(x))
     torch.testing.assert_close(whole_product(other, x), other(x))
     torch.testing.assert_close(whole_product(plain, x), plain(x))
+
+
+@pytest.mark.parametrize("listen", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_a_map_that_somebody_listens_to_is_not_plain(listen: str) -> None:
+    linear = nn.Linear(4, 5)
+    assert is_plain(linear)
+    handle = getattr(linear, f"register_{listen}")(lambda *_: None)
+    assert not is_plain(linear)
+    handle.remove()
+    assert is_plain(linear)

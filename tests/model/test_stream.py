@@ -97,6 +97,58 @@ def test_a_listener_hears_every_product() -> None:
     assert sorted(heard) == ["linear_out", "linear_x", "linear_y", "mlp.down", "mlp.gate", "mlp.up"]
 
 
+def test_a_listener_hears_backward_passes_and_norms() -> None:
+    model, heard = build("samu", "triton"), []
+    inner = (nn.Linear, RMSNorm)
+    names = [name for name, module in model.named_modules() if isinstance(module, inner)]
+    for name in names:
+        model.get_submodule(name).register_full_backward_hook(lambda *_, name=name: heard.append(name))
+    model(torch.randint(0, 50, (1, 6))).sum().backward()
+    assert sorted(heard) == sorted(names)
+
+
+def test_what_replaces_a_norm_or_a_product_is_used() -> None:
+    class Doubled(RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    ids, found = torch.randint(0, 50, (1, 6)), []
+    for backend in ("reference", "triton"):
+        model = build("samu", backend)
+        first, second = model.blocks
+        first.mlp_norm, second.norm = Doubled(8), nn.LayerNorm(8)
+        plain = first.linear_out.forward
+        first.linear_out.forward = lambda x, plain=plain: plain(x) + 1
+        for name in ("gate", "up"):
+            setattr(second.mlp, name, nn.Linear(8, 24, bias=False))
+            nn.init.constant_(getattr(second.mlp, name).weight, 0.1)
+        found.append(model(ids))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "block"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_stream_keeps_its_type_under_autocast(checkpointing: str, wide: bool) -> None:
+    model = build("samu", "triton", activation_checkpointing=checkpointing, residual_in_float32=wide)
+    types: list[torch.dtype] = []
+    normed = model._normed
+    model._normed = lambda x: types.append(Stream.of(x).added().dtype) or normed(x)
+    dtype = torch.float32 if wide else torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden, _ = model.hidden(torch.randint(0, 50, (1, 6)))
+        out = model.blocks[0](torch.randn(1, 6, 8).to(dtype))
+    assert [*types, hidden.dtype, out.dtype] == [dtype] * 3
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "block"])
+def test_states_of_many_tokens_in_training(checkpointing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samu_lm.model.lm.PIECE", 4)
+    ids = torch.randint(0, 50, (1, 6))
+    model = build("samu", "triton", activation_checkpointing=checkpointing)
+    logits, _ = model(ids, return_state=True)
+    torch.testing.assert_close(logits, build("samu", "reference")(ids), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("mixer", ["samu", "rglru"])
 def test_one_graph(mixer: str) -> None:
     model, ids, reset = build(mixer, "triton"), torch.randint(0, 50, (1, 8)), random_reset(1, 8)
