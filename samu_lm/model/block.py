@@ -188,9 +188,7 @@ class RecurrentBlock(OnBackend, nn.Module):
             x, hidden = self._mix_and_hidden(x, again, recurrent)
         if not self._on_kernels(x):
             return Stream(x, self.mlp.down(hidden)), new_state
-        branch, bias = bare_product(self.mlp.down, hidden)
-        # The next block may put its own parameters in place of this one's first.
-        return Stream(x, branch, None if bias is None else bias.clone()), new_state
+        return Stream(x, *bare_product(self.mlp.down, hidden)), new_state
 
     def compile_parts(self, **options: Any) -> None:
         """Compiles what lies around the recurrence, for models whose checkpoints run outside of the compiler.

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from samu_lm.model.block import PIECE, RecurrentBlock, in_pieces
-from samu_lm.model.layers import RMSNorm, autocast_dtype, check_backend
+from samu_lm.model.layers import RMSNorm, autocast_dtype, check_backend, is_own
 from samu_lm.model.mixers import check_mixer
 from samu_lm.model.state import ModelState
 from samu_lm.model.stream import Stream
@@ -125,14 +125,16 @@ class RecurrentLM(nn.Module):
         again = self.activation_checkpointing if self.training and torch.is_grad_enabled() else "none"
         many = input_ids.numel() > PIECE  # a block's own activations would be too many at once
         for index, block in enumerate(self.blocks):
+            # Hooks and wrappers of a block see tensors: a stream goes from one plain block to the next.
+            defer = all(is_own(each, RecurrentBlock) for each in self.blocks[index : index + 2])
             if state is not None or return_state:
                 before = None if state is None else (state.conv[index], state.recurrent[index])
-                x, after = block(x, reset, before, True, defer=True)
+                x, after = block(x, reset, before, True, defer=defer)
                 states.append(after)
             elif again == "block" and not many:
                 x = checkpoint(block, x, reset, use_reentrant=False)
             else:
-                x = block(x, reset, spare=again, defer=True)
+                x = block(x, reset, spare=again, defer=defer)
         x = in_pieces(self._normed, Stream.of(x).added()) if many and again != "none" else self._normed(x)
         if not return_state:
             return x, None
