@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 _CHUNK_BYTES = 1 << 23
+# How often an entry is written that cannot be opened afterwards: without locks, another job may be replacing it.
+_ATTEMPTS = 3
 _ARRAYS = ("offsets", "num_bytes", "hashes")
 
 
@@ -100,7 +102,9 @@ def load_store(source: Source, tokenizer: Tokenizer, val_fraction: float, cache_
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(entry.with_suffix(".lock")):
             store = _open_entry(entry, tokenizer)
-            if store is None:
+            for _ in range(_ATTEMPTS):
+                if store is not None:
+                    break
                 _write_entry(entry, source, tokenizer, val_fraction)
                 store = _open_entry(entry, tokenizer)
     except OSError as error:
@@ -217,8 +221,9 @@ def _write_entry(entry: Path, source: Source, tokenizer: Tokenizer, val_fraction
             "digests": {path.name: _digest(path) for path in sorted(work.iterdir())},
         }
         (work / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        if entry.exists():  # a damaged one, or another job's without locks; mapped files live on until they are closed
-            with contextlib.suppress(OSError):
+        # Another job's, where there are no locks, stays: taken away, it would be missed by who is about to open it.
+        if entry.exists() and _open_entry(entry, tokenizer) is None:
+            with contextlib.suppress(OSError):  # mapped files live on until they are closed
                 os.rename(entry, work / "replaced")
         with contextlib.suppress(OSError):  # another job's entry has the name: it holds the same
             os.rename(work, entry)

@@ -141,7 +141,8 @@ def summed_cross_entropy(
     kind = flat.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else flat.dtype
     labels = torch.where(loss_mask, targets, IGNORED).flatten()
-    tokens = max(1, chunk_bytes // (len(weight) * dtype.itemsize), -(-len(flat) // MOST_CHUNKS))
+    row_bytes = -(-len(weight) // PADDED_TO) * PADDED_TO * dtype.itemsize
+    tokens = max(1, chunk_bytes // row_bytes, -(-len(flat) // MOST_CHUNKS))
     if len(flat) <= tokens and kind != "cuda":
         logits = F.linear(flat, weight).float()
         return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")

@@ -1,10 +1,12 @@
 import multiprocessing
 import pickle
+import shutil
 
 import numpy as np
 import pytest
 
 from samu_lm.data import BPETokenizer, ByteTokenizer, TextSource
+from samu_lm.data import store as store_module
 from samu_lm.data.split import content_hash, held_out
 from samu_lm.data.store import load_store
 from samu_lm.errors import ConfigError
@@ -139,8 +141,12 @@ def _job(corpus, cache, start, results, lock):
 
         fcntl.flock = lambda *_: None
     start.wait()
-    store = load_store(TextSource(str(corpus)), BPETokenizer(270), 0.2, str(cache))
-    results.put(int(store.tokens.astype(np.int64).sum()))
+    try:
+        store = load_store(TextSource(str(corpus)), BPETokenizer(270), 0.2, str(cache))
+        results.put(int(store.tokens.astype(np.int64).sum()))
+    except BaseException as error:
+        results.put(repr(error))
+        raise
 
 
 @pytest.mark.parametrize("lock", [True, False])
@@ -152,11 +158,43 @@ def test_jobs_that_start_together_share_one_whole_entry(corpus, tmp_path, lock):
     jobs = [context.Process(target=_job, args=(corpus, cache, start, results, lock)) for _ in range(6)]
     for job in jobs:
         job.start()
-    assert [results.get(timeout=300) for _ in jobs] == [expected] * 6
+    assert [results.get(timeout=120) for _ in jobs] == [expected] * 6
     for job in jobs:
         job.join()
         assert job.exitcode == 0
     assert len(entries(cache)) == 1
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_whole_entry_of_another_job_stays(corpus, tmp_path, damaged):
+    """Without locks two jobs write one entry: the second keeps the first's, which that may be opening just then."""
+    cache = tmp_path / "cache"
+    load_store(source(corpus), ByteTokenizer(), 0.2, str(cache))
+    (entry,) = entries(cache)
+    if damaged:
+        (entry / "tokens.bin").write_bytes(b"?")
+    before = (entry / "meta.json").stat().st_ino
+    store_module._write_entry(entry, source(corpus), ByteTokenizer(), 0.2)
+    assert ((entry / "meta.json").stat().st_ino == before) is not damaged
+    assert entries(cache) == [entry]
+    assert same(
+        load_store(source(corpus), ByteTokenizer(), 0.2, str(cache)), load_store(source(corpus), ByteTokenizer(), 0.2)
+    )
+
+
+def test_an_entry_that_is_gone_again_is_written_again(corpus, tmp_path, monkeypatch):
+    write, written = store_module._write_entry, []
+
+    def write_and_lose(entry, *rest):
+        write(entry, *rest)
+        written.append(entry)
+        if len(written) == 1:
+            shutil.rmtree(entry)
+
+    monkeypatch.setattr(store_module, "_write_entry", write_and_lose)
+    store = load_store(source(corpus), ByteTokenizer(), 0.2, str(tmp_path / "cache"))
+    assert len(written) == 2
+    assert same(store, load_store(source(corpus), ByteTokenizer(), 0.2))
 
 
 def test_a_mapped_store_is_pickled_by_its_file(corpus, tmp_path):

@@ -42,7 +42,7 @@ def test_is_the_sum_over_targets(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 20, 21])
 def test_chunks_change_neither_loss_nor_gradients(layer: nn.Linear, tokens: int) -> None:
-    whole, chunked = gradients(layer, 10**9), gradients(layer, 4 * tokens * 50)
+    whole, chunked = gradients(layer, 10**9), gradients(layer, 4 * tokens * 64)
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -59,7 +59,7 @@ def test_no_more_logits_than_a_chunk_are_made_at_once_and_none_twice(
         return logsumexp(logits, *args, **kwargs)
 
     monkeypatch.setattr(Tensor, "logsumexp", counted)
-    summed_cross_entropy(hidden, targets, mask, layer.weight, chunk_bytes=4 * 4 * 50).backward()
+    summed_cross_entropy(hidden, targets, mask, layer.weight, chunk_bytes=4 * 4 * 64).backward()
     assert max(sizes) == 200
     assert sum(sizes) == 21 * 50
 
@@ -131,7 +131,7 @@ def test_runs_on_the_backend_of_the_model(backend: str, layer: nn.Linear, monkey
     model = Model()
     model.backend = backend  # type: ignore[attr-defined]
     monkeypatch.setattr("samu_lm.training.loss.MOST_CHUNKS", 3)
-    monkeypatch.setattr(summed_cross_entropy, "__defaults__", (4 * 50, "auto"))
+    monkeypatch.setattr(summed_cross_entropy, "__defaults__", (4 * 64, "auto"))
     _, targets, mask = example()
     with count_launches() as names:
         loss = packed_nll(model, targets, targets, mask, mask)
