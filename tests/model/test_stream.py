@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import lowering
 
 from samu_lm.model import RecurrentLM
 from samu_lm.model.layers import RMSNorm
@@ -171,14 +172,16 @@ def test_the_compiler_can_spell_out_every_op(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch._inductor.graph.LazyString", spell)
     monkeypatch.setattr("samu_lm.training.loss.MOST_CHUNKS", 2)
     monkeypatch.setattr(summed_cross_entropy, "__defaults__", (1, "auto"))
+    for op in [op for op in lowering.lowerings if str(op).startswith("samu_lm")]:
+        monkeypatch.delitem(lowering.lowerings, op)  # as where no test before this one has compiled it
     model, ids, reset = build("samu", "triton", depth=3), torch.randint(0, 50, (2, 16)), random_reset(2, 16)
     compiled = torch.compile(packed_nll, dynamic=False)
     with torch._inductor.config.patch(force_disable_caches=True):
         compiled(model, ids, ids, reset, torch.ones_like(reset)).backward()
     ours = {name: length for name, length in lengths.items() if name.startswith("samu_lm")}
-    if not ours:
-        pytest.skip("an earlier test of this process had them compiled")
-    assert max(ours.values()) < 1_000_000, ours
+    if not ours and torch.__version__ < "2.12":
+        pytest.skip("it does so by itself, and comes to an end")
+    assert 0 < max(ours.values()) < 1_000_000, ours
 
 
 @pytest.mark.parametrize("place", [0, 1])
