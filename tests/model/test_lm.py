@@ -160,8 +160,8 @@ def test_rows_of_unequal_history(mixer: str) -> None:
             }
         )
         logits, _ = model.step(ids[0, 11:].repeat(2), both)
-        torch.testing.assert_close(logits[:1], model(ids)[:, -1], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(logits[1:], model(ids[:, 11:])[:, -1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[:1], model(ids)[:, -1], atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(logits[1:], model(ids[:, 11:])[:, -1], atol=2e-5, rtol=1e-5)
 
 
 @by_mixer

@@ -107,8 +107,9 @@ with compile_only() as compiled:
                     norm._norm_backward._init_fn(given, grads, stream, scale, 1e-6, bias is not None)
         for differentiate in (True, False):
             for vocabulary in (32000, 50304):
-                labels = hollow(300, dtype=torch.int64)
-                loss._losses._init_fn(hollow(300, vocabulary, dtype=dtype), labels, vocabulary - 3, differentiate)
+                logits, labels = hollow(300, vocabulary, dtype=dtype), hollow(300, dtype=torch.int64)
+                for counting in (vocabulary, vocabulary - 3):
+                    loss._losses._init_fn(logits, labels, counting, differentiate)
 print(json.dumps([(name, k.metadata.shared) for name, k in compiled]))
 """
 
