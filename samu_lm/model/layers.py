@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from samu_lm.model import init
 from samu_lm.ops import causal_conv1d
 from samu_lm.ops.backend import BACKENDS
+from samu_lm.ops.residual_norm import EPS
 
 
 class OnBackend:
@@ -47,7 +48,7 @@ def is_own(module: nn.Module, kind: type[nn.Module]) -> bool:
 class RMSNorm(nn.Module):
     """x * rsqrt(mean(x^2) + 1e-6) * (1 + scale), worked out in float32, returned in x's dtype; scale starts at 0."""
 
-    eps: float = 1e-6
+    eps: float = EPS
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -25,6 +25,11 @@ CHECKPOINTING = ("none", "selective", "block")
 _FLOAT32_BYTES = 4
 
 
+def padded_vocabulary(vocab_size: int) -> int:
+    """The multiple of 64 that token ids and logits are padded to: products and memory accesses want one."""
+    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
 def _check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -95,8 +100,7 @@ class RecurrentLM(nn.Module):
         self.mixer, self.conv_width = mixer, conv_width
         self.activation_checkpointing = activation_checkpointing
         self.residual_in_float32, self.backend = residual_in_float32, backend
-        padded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-        self.embedding = nn.Embedding(padded, width)
+        self.embedding = nn.Embedding(padded_vocabulary(vocab_size), width)
         nn.init.normal_(self.embedding.weight, std=math.sqrt(1 / width))
         self.blocks = nn.ModuleList(
             RecurrentBlock(width, rnn_width, mixer, depth, num_blocks, conv_width, mlp_expansion, backend, num_heads)

@@ -41,7 +41,7 @@ def bare_product(linear: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def whole_product(linear: nn.Module, x: Tensor) -> Tensor:
     """A linear map's output."""
-    return product(x, linear.weight, linear.bias) if x.is_cuda and is_plain(linear) else linear(x)
+    return product(x, linear.weight, linear.bias) if is_plain(linear) else linear(x)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, parts: int | None = None) -> Tensor:

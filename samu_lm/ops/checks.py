@@ -12,8 +12,7 @@ FLOATING = "float32, bfloat16, float16 or float64"
 def check_activations(x: Tensor, name: str = "x") -> tuple[int, int, int]:
     """Checks a floating-point ``[B, L, W]`` tensor and returns its sizes."""
     refuse_forward_mode()
-    if not x.is_floating_point():
-        raise TypeError(f"{name}.dtype={x.dtype}: must be {FLOATING}")
+    check_floating(x, name)
     if x.dim() != 3:
         raise ValueError(f"{name}.shape={tuple(x.shape)}: must be [batch, length, width]")
     batch, length, width = x.shape
@@ -30,10 +29,15 @@ def refuse_forward_mode() -> None:
         raise NotImplementedError("forward-mode derivatives (jvp, jacfwd) are not implemented; use reverse mode")
 
 
-def check_shape(tensor: Tensor, shape: tuple[int, ...], name: str, like: Tensor | None = None) -> None:
-    """Checks a floating-point tensor's exact shape, and that it lies on the device of ``like``."""
+def check_floating(tensor: Tensor, name: str) -> None:
+    """Checks that a tensor has a floating type."""
     if not tensor.is_floating_point():
         raise TypeError(f"{name}.dtype={tensor.dtype}: must be {FLOATING}")
+
+
+def check_shape(tensor: Tensor, shape: tuple[int, ...], name: str, like: Tensor | None = None) -> None:
+    """Checks a floating-point tensor's exact shape, and that it lies on the device of ``like``."""
+    check_floating(tensor, name)
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}.shape={tuple(tensor.shape)}: must be {list(shape)}")
     check_device(tensor, name, like)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from samu_lm.model.block import PIECE
+from samu_lm.model.lm import padded_vocabulary
 from samu_lm.ops.cross_entropy import IGNORED, cross_entropy
 
 # Bytes of logits held at once. Above it they are made, used and thrown away a chunk at a time. 1 GiB is 16,777 tokens
@@ -20,8 +21,6 @@ from samu_lm.ops.cross_entropy import IGNORED, cross_entropy
 CHUNK_BYTES = 2**30
 # ... but in no more chunks than this.
 MOST_CHUNKS = 32
-# The logits of a chunk are padded to a multiple: products and memory accesses of other sizes are slow.
-PADDED_TO = 64
 
 
 class LanguageModel(Protocol):
@@ -75,8 +74,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, tokens: int, differentiate: bool, backend: str
     ) -> Tensor:
         vocabulary = len(weight)
-        if vocabulary % PADDED_TO:
-            weight = F.pad(weight, (0, 0, 0, -vocabulary % PADDED_TO))
+        if padding := padded_vocabulary(vocabulary) - vocabulary:
+            weight = F.pad(weight, (0, 0, 0, padding))
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if differentiate else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if differentiate else None
@@ -141,8 +140,7 @@ def summed_cross_entropy(
     kind = flat.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else flat.dtype
     labels = torch.where(loss_mask, targets, IGNORED).flatten()
-    row_bytes = -(-len(weight) // PADDED_TO) * PADDED_TO * dtype.itemsize
-    tokens = max(1, chunk_bytes // row_bytes, -(-len(flat) // MOST_CHUNKS))
+    tokens = max(1, chunk_bytes // (padded_vocabulary(len(weight)) * dtype.itemsize), -(-len(flat) // MOST_CHUNKS))
     if len(flat) <= tokens and kind != "cuda":
         logits = F.linear(flat, weight).float()
         return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")

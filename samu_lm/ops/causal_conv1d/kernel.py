@@ -15,6 +15,7 @@ from samu_lm.ops.causal_conv1d.kernel_conv import conv_kernel
 from samu_lm.ops.causal_conv1d.kernel_gradients import conv_gradients_kernel, conv_parameters_kernel
 from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
 from samu_lm.ops.common.replay import Replays, Slot, is_plain
+from samu_lm.ops.common.sums import rows_at_once
 
 _replays = Replays()
 _STEP = 8
@@ -139,7 +140,7 @@ def _backward(
             programs,
             W=width,
             TAPS=taps,
-            ROWS=min(256, max(16, next_power_of_two(programs))),
+            ROWS=rows_at_once(programs),
             BLOCK=8,
             num_warps=4,
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from samu_lm.ops.backend import choose_backend
-from samu_lm.ops.checks import FLOATING, check_shape, refuse_forward_mode
+from samu_lm.ops.checks import check_floating, check_shape, refuse_forward_mode
 
 
 def gated_gelu(x: Tensor, bias: Tensor, *, backend: str = "auto") -> Tensor:
@@ -28,13 +28,11 @@ def gated_gelu(x: Tensor, bias: Tensor, *, backend: str = "auto") -> Tensor:
         RuntimeError: ``backend="triton"`` cannot run here.
     """
     refuse_forward_mode()
-    if not x.is_floating_point():
-        raise TypeError(f"x.dtype={x.dtype}: must be {FLOATING}")
+    check_floating(x, "x")
     if x.dim() < 1 or x.shape[-1] < 2 or x.shape[-1] % 2:
         raise ValueError(f"x.shape={tuple(x.shape)}: the last dimension must hold two halves of one width")
     check_shape(bias, (x.shape[-1],), "bias", like=x)
-    backend = "reference" if x.dtype == torch.float64 else backend  # the kernels work in float32
-    if choose_backend("gated_gelu", backend, x) == "triton":
+    if _on_kernels(x, backend):
         from samu_lm.ops.gated_gelu.kernel import gated_gelu as run
     else:
         from samu_lm.ops.gated_gelu.reference import gated_gelu as run
@@ -60,20 +58,23 @@ def gelu_product(gate: Tensor, up: Tensor, bias: Tensor, *, backend: str = "auto
         RuntimeError: ``backend="triton"`` cannot run here.
     """
     refuse_forward_mode()
-    if not gate.is_floating_point():
-        raise TypeError(f"gate.dtype={gate.dtype}: must be {FLOATING}")
+    check_floating(gate, "gate")
     if gate.dim() < 1 or gate.shape[-1] < 1:
         raise ValueError(f"gate.shape={tuple(gate.shape)}: the last dimension must hold at least one channel")
     check_shape(up, tuple(gate.shape), "up", like=gate)
     if up.dtype != gate.dtype:
         raise TypeError(f"up.dtype={up.dtype}: must be the dtype of gate, {gate.dtype}; convert one of them")
     check_shape(bias, (gate.shape[-1],), "bias", like=gate)
-    backend = "reference" if gate.dtype == torch.float64 else backend  # the kernels work in float32
-    if choose_backend("gated_gelu", backend, gate) == "triton":
+    if _on_kernels(gate, backend):
         from samu_lm.ops.gated_gelu.kernel import gelu_product as run
     else:
         from samu_lm.ops.gated_gelu.reference import gelu_product as run
     return run(gate, up, bias)
+
+
+def _on_kernels(x: Tensor, backend: str) -> bool:
+    """Whether Triton runs; its kernels work in float32, so float64 goes to the reference."""
+    return choose_backend("gated_gelu", "reference" if x.dtype == torch.float64 else backend, x) == "triton"
 
 
 __all__ = ["gated_gelu", "gelu_product"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samu_lm.ops.backend import choose_backend
-from samu_lm.ops.checks import FLOATING, check_device, check_shape, refuse_forward_mode
+from samu_lm.ops.checks import check_device, check_floating, check_shape, refuse_forward_mode
 
 EPS = 1e-6
 
@@ -44,8 +44,7 @@ def residual_norm(
     """
     refuse_forward_mode()
     for name, tensor in (("x", x), ("branch", branch)):
-        if not tensor.is_floating_point():
-            raise TypeError(f"{name}.dtype={tensor.dtype}: must be {FLOATING}")
+        check_floating(tensor, name)
     if uses not in (1, 2):
         raise ValueError(f"uses={uses}: must be 1 or 2")
     if x.dim() < 1 or x.shape[-1] < 1:

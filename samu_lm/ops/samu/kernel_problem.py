@@ -10,6 +10,7 @@ from typing import Any
 
 from samu_lm.ops.common.launch import cdiv, launch, next_power_of_two
 from samu_lm.ops.common.replay import Slot
+from samu_lm.ops.common.sums import rows_at_once
 from samu_lm.ops.samu.kernel_backward import chunk_adjoints_kernel, gradients_kernel
 from samu_lm.ops.samu.kernel_controls import controls_kernel, given_controls_kernel
 from samu_lm.ops.samu.kernel_fused import controls_and_states_kernel
@@ -389,7 +390,7 @@ class Problem(Sizes):
             M=self.modes,
             SPECTRUM_PROGRAMS=spectrum_programs,
             DIRECTION_PROGRAMS=max(1, direction_programs),
-            ROWS=min(256, max(16, next_power_of_two(self.chunks))),
+            ROWS=rows_at_once(self.chunks),
             BLOCK=block,
             SCALAR_ROWS=1024,
             num_warps=4,
